@@ -1,0 +1,1 @@
+"""Stock forwards of the models in plain torch; nothing here knows of the compiler."""

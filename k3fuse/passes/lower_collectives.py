@@ -1,0 +1,107 @@
+"""Turn whole collectives into mailbox exchanges: who pushes what, and what the reader does."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from k3fuse.errors import InputError
+from k3fuse.ir import Attr, Node
+from k3fuse.passes.base import Edit, Pass
+
+
+class LowerCollectives(Pass):
+    """Choose a protocol for every collective and spell it out.
+
+    Before:
+        %y: bf16[M,7168] = all_reduce(%y.local)
+    After, one-shot (every rank sends all it has to every rank):
+        %y.slots: bf16[16,M,7168] = push_partial(%y.local)
+        %y: bf16[M,7168] = sum_slots(%y.slots)
+    After, two-shot (owners of column blocks reduce, then broadcast):
+        %y.slots: bf16[16,M,7168]@S(2) = push_chunks(%y.local) {dim=1}
+        %y.shard: bf16[M,7168]@S(1) = sum_slots(%y.slots)
+        %y: bf16[M,7168] = push_gather(%y.shard) {dim=1}
+
+    One-shot costs one hop and T messages a rank, two-shot two hops, a launch and two messages'
+    worth of bytes; the cheaper one by the target's link figures is taken, or the one that the
+    attribute `protocol` names. Sums run in rank order either way, so the choice changes no bit.
+    Order: after the passes that split bytes over ranks; before fuse-comm.
+    """
+
+    name: ClassVar[str] = "lower-collectives"
+
+    def rewrite(self, edit: Edit) -> None:
+        for node in list(edit.graph.leaves()):
+            if node.op == "all_reduce":
+                _all_reduce(edit, node)
+            elif node.op == "reduce_scatter":
+                dim = node.attrs["dim"]
+                slots = _push(edit, node, "push_chunks", {"dim": dim})
+                _finish(edit, node, _made(edit, node, "sum_slots", slots))
+            elif node.op == "all_gather":
+                _finish(edit, node, _push(edit, node, "push_gather", {"dim": node.attrs["dim"]}))
+
+
+def one_shot_is_cheaper(edit: Edit, node: Node) -> bool:
+    """Compare the two protocols for the bytes of one all-reduce, by the target's link figures."""
+    target, tp = edit.target, edit.graph.tp
+    size = node.operands[0].type.local_bytes(tp, edit.graph.dims)
+    microseconds = 1e6 / target.link_bandwidth
+    one = target.hop_us + (tp - 1) * size * microseconds
+    two = 2 * target.hop_us + target.launch_edge_us + 2 * size * (tp - 1) / tp * microseconds
+    return one <= two
+
+
+def _all_reduce(edit: Edit, node: Node) -> None:
+    forced = edit.graph.attrs.get("protocol", "auto")
+    if forced not in ("auto", "one_shot", "two_shot"):
+        raise InputError(f"protocol '{forced}' is none of auto, one_shot, two_shot")
+    width = node.operands[0].type.shape[-1]
+    cuts = isinstance(width, int) and width % edit.graph.tp == 0
+    one_shot = forced == "one_shot" or (forced == "auto" and one_shot_is_cheaper(edit, node))
+    if not one_shot and not cuts:
+        edit.refuse(node, f"two-shot needs {width} columns to divide by {edit.graph.tp} ranks")
+        one_shot = True
+    if one_shot:
+        slots = _push(edit, node, "push_partial", {})
+        _finish(edit, node, _made(edit, node, "sum_slots", slots))
+        return
+    slots = _push(edit, node, "push_chunks", {"dim": len(node.operands[0].type.shape) - 1})
+    shard = _made(edit, node, "sum_slots", slots)
+    edit.insert_before(node, shard)
+    gathered = edit.make(
+        "push_gather",
+        [shard.result],
+        {"dim": len(node.operands[0].type.shape) - 1},
+        name=f"{node.result.name}.whole",
+        origins=node.origins,
+    )
+    edit.insert_before(node, gathered)
+    _rename(edit, node, gathered)
+
+
+def _push(edit: Edit, node: Node, op: str, attrs: dict[str, Attr]) -> Node:
+    new = edit.make(
+        op, node.operands, attrs, name=f"{node.result.name}.slots", origins=node.origins
+    )
+    edit.insert_before(node, new)
+    return new
+
+
+def _made(edit: Edit, node: Node, op: str, source: Node) -> Node:
+    return edit.make(op, [source.result], name=f"{node.result.name}.sum", origins=node.origins)
+
+
+def _finish(edit: Edit, node: Node, new: Node) -> None:
+    if all(new is not n for n in edit.graph.nodes) and new.parent is None:
+        edit.insert_before(node, new)
+    _rename(edit, node, new)
+
+
+def _rename(edit: Edit, node: Node, new: Node) -> None:
+    """`new` takes the place and the name of `node`'s result."""
+    name = node.result.name
+    edit.replace_uses(node.result, new.result)
+    node.result.name = edit.unique(f"{name}.gone")
+    edit.erase(node)
+    new.result.name = name

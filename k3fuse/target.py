@@ -1,0 +1,171 @@
+"""GPUs as data: one frozen row a GPU, every figure with the place it comes from.
+
+Code that depends on the GPU reads a field of a `Target`; nothing branches on a GPU's name. A new
+GPU is a new row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from k3fuse.errors import InputError
+
+
+@dataclass(frozen=True)
+class Target:
+    """What planning, cost models and proofs need to know about one GPU.
+
+    Sizes are in bytes, bandwidths in bytes per second and per GPU, times in microseconds.
+    `provenance` maps each field to its source, which starts with one of three words:
+    "measured", "datasheet" (or what the device reports) or "assumption".
+    """
+
+    name: str
+    arch: str  # compiler target: sm_90a, sm_100a or sm_103a
+    sm_count: int
+    smem_per_sm: int
+    smem_per_block: int  # most that one CTA may ask for
+    l2_bytes: int
+    hbm_bytes: int
+    hbm_bandwidth: float  # nominal: the figure that published floors divide by
+    read_bandwidth: float  # what a kernel that only reads reaches
+    l2_bandwidth: float
+    launch_edge_us: float  # one launch to the next with a PDL edge, trigger at entry
+    cold_start_us: float  # on top of the edge for a dependent launch that fetches cold data
+    link_bandwidth: float  # NVLink, each way
+    hop_us: float  # one-way exchange of a small message between two GPUs
+    pdl: bool  # programmatic dependent launch
+    multicast: bool  # NVLink multicast (multimem) in hardware; using it is a separate option
+    fp4: bool  # block-scaled FP4 tensor-core instructions
+    provenance: Mapping[str, str] = field(compare=False, repr=False)
+
+
+_KIB = 1024
+_MIB = 1024 * _KIB
+
+_READ_SHARE = 0.92  # assumed of a nominal bandwidth; an H200 reaches 4.6 of 4.8 TB/s
+_L2_BANDWIDTH_PER_SM = 7.4e12 / 132  # measured on an H200
+
+_H200_SOURCES = {
+    "name": "datasheet: H200 SXM",
+    "arch": "datasheet: compute capability 9.0",
+    "sm_count": "datasheet: device attributes",
+    "smem_per_sm": "datasheet: CUDA programming guide, compute capability 9.0",
+    "smem_per_block": "datasheet: CUDA programming guide, compute capability 9.0",
+    "l2_bytes": "datasheet: device attributes",
+    "hbm_bytes": "datasheet: 141 GB",
+    "hbm_bandwidth": "datasheet: 4.8 TB/s",
+    "read_bandwidth": "measured: bulk copies of 4 GiB, 4.61 TB/s",
+    "l2_bandwidth": "measured: slope of dependent bursts on L2-resident data",
+    "launch_edge_us": "measured: chain of minimal kernels, 132 CTAs, PDL with trigger at entry",
+    "cold_start_us": "measured: dependent cold burst 1.7 us + bytes / 4.76 TB/s, less the edge",
+    "link_bandwidth": "datasheet: NVLink 4, 900 GB/s both ways together",
+    "hop_us": "assumption: no exchange between two GPUs was timed",
+    "pdl": "datasheet: compute capability 9.0",
+    "multicast": "datasheet: NVSwitch with NVLink SHARP",
+    "fp4": "datasheet: FP4 tensor cores start at compute capability 10.0",
+}
+
+
+def _blackwell(
+    name: str, arch: str, *, sm_count: int, hbm_bytes: int, capacity_source: str
+) -> Target:
+    """A Blackwell row: what was measured on an H200 is carried over and says so."""
+    hbm_bandwidth = 8.0e12
+    capability = {"sm_100a": "10.0", "sm_103a": "10.3"}[arch]
+    return Target(
+        name=name,
+        arch=arch,
+        sm_count=sm_count,
+        smem_per_sm=228 * _KIB,
+        smem_per_block=227 * _KIB,
+        l2_bytes=126 * _MIB,
+        hbm_bytes=hbm_bytes,
+        hbm_bandwidth=hbm_bandwidth,
+        read_bandwidth=hbm_bandwidth * _READ_SHARE,
+        l2_bandwidth=_L2_BANDWIDTH_PER_SM * sm_count,
+        launch_edge_us=0.7,
+        cold_start_us=1.0,
+        link_bandwidth=900e9,
+        hop_us=2.0,
+        pdl=True,
+        multicast=True,
+        fp4=True,
+        provenance={
+            "name": f"datasheet: {name.upper()}",
+            "arch": f"datasheet: compute capability {capability}",
+            "sm_count": "datasheet: device attributes as published, not read on a device here",
+            "smem_per_sm": f"datasheet: CUDA programming guide, compute capability {capability}",
+            "smem_per_block": f"datasheet: CUDA programming guide, compute capability {capability}",
+            "l2_bytes": "datasheet: device attributes as published, not read on a device here",
+            "hbm_bytes": f"datasheet: {capacity_source}",
+            "hbm_bandwidth": "datasheet: 8 TB/s",
+            "read_bandwidth": f"assumption: {_READ_SHARE} of the nominal bandwidth",
+            "l2_bandwidth": "assumption: the H200's measured bandwidth an SM times the SM count",
+            "launch_edge_us": "assumption: as measured on an H200",
+            "cold_start_us": "assumption: as measured on an H200",
+            "link_bandwidth": "datasheet: NVLink 5, 1,800 GB/s both ways together",
+            "hop_us": "assumption: as assumed for an H200",
+            "pdl": f"datasheet: compute capability {capability}",
+            "multicast": "datasheet: NVSwitch with NVLink SHARP",
+            "fp4": f"datasheet: compute capability {capability}",
+        },
+    )
+
+
+_ROWS = (
+    Target(
+        name="h200",
+        arch="sm_90a",
+        sm_count=132,
+        smem_per_sm=228 * _KIB,
+        smem_per_block=227 * _KIB,
+        l2_bytes=60 * _MIB,
+        hbm_bytes=141 * 10**9,
+        hbm_bandwidth=4.8e12,
+        read_bandwidth=4.6e12,
+        l2_bandwidth=7.4e12,
+        launch_edge_us=0.7,
+        cold_start_us=1.0,
+        link_bandwidth=450e9,
+        hop_us=2.0,
+        pdl=True,
+        multicast=True,
+        fp4=False,
+        provenance=_H200_SOURCES,
+    ),
+    _blackwell(
+        "b200", "sm_100a", sm_count=148, hbm_bytes=180 * 10**9, capacity_source="HGX B200, 180 GB"
+    ),
+    _blackwell(
+        "b300", "sm_103a", sm_count=148, hbm_bytes=288 * 10**9, capacity_source="288 GB HBM3e"
+    ),
+    _blackwell(
+        "gb200", "sm_100a", sm_count=152, hbm_bytes=186 * 10**9, capacity_source="186 GB a GPU"
+    ),
+    _blackwell(
+        "gb300", "sm_103a", sm_count=152, hbm_bytes=288 * 10**9, capacity_source="288 GB HBM3e"
+    ),
+)
+
+TARGETS: Mapping[str, Target] = {row.name: row for row in _ROWS}
+"""GPU name -> its row."""
+
+DEFAULT_GPU: Mapping[str, str] = {"sm_90a": "h200", "sm_100a": "b200", "sm_103a": "gb300"}
+"""Architecture -> the GPU that it stands for when only the architecture is given."""
+
+
+def get_target(name: str) -> Target:
+    """The row of a GPU ("gb300") or of an architecture's default GPU ("sm_103a").
+
+    Raises `InputError`, listing the known names, for anything else: a near miss would compile
+    for the wrong machine.
+    """
+    target = TARGETS.get(DEFAULT_GPU.get(name, name))
+    if target is None:
+        known = ", ".join([*DEFAULT_GPU, *TARGETS])
+        raise InputError(
+            f"unknown target {name!r}: k3fuse never guesses the nearest; known: {known}"
+        )
+    return target

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from k3fuse.errors import InputError
+from k3fuse.target import DEFAULT_GPU, TARGETS, Target, get_target
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_every_field_names_its_source(name: str) -> None:
+    target = TARGETS[name]
+    fields = {f.name for f in dataclasses.fields(Target)} - {"provenance"}
+    assert target.name == name
+    assert set(target.provenance) == fields
+    for source in target.provenance.values():
+        assert source.split(":")[0] in {"measured", "datasheet", "assumption"}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_rows_are_plausible(name: str) -> None:
+    target = TARGETS[name]
+    assert target.smem_per_block < target.smem_per_sm
+    assert 0 < target.read_bandwidth < target.hbm_bandwidth
+    assert target.l2_bandwidth > target.read_bandwidth
+    assert target.link_bandwidth < target.hbm_bandwidth
+    assert target.launch_edge_us > 0
+    assert target.cold_start_us > 0
+    assert target.arch in DEFAULT_GPU
+
+
+@pytest.mark.parametrize(("arch", "gpu"), DEFAULT_GPU.items())
+def test_arch_resolves_to_a_gpu_of_that_arch(arch: str, gpu: str) -> None:
+    assert get_target(arch) is get_target(gpu)
+    assert get_target(arch).arch == arch
+
+
+def test_published_figures() -> None:
+    assert get_target("h200").hbm_bandwidth == 4.8e12
+    assert get_target("h200").read_bandwidth == 4.6e12
+    assert get_target("h200").launch_edge_us == 0.7
+    assert get_target("gb300").hbm_bandwidth == 8.0e12
+    assert get_target("gb300").provenance["read_bandwidth"].startswith("assumption")
+    assert not get_target("h200").fp4
+    assert get_target("b200").fp4
+
+
+def test_same_rows_are_equal_and_hashable() -> None:
+    copy = dataclasses.replace(get_target("h200"))
+    assert copy == get_target("h200")
+    assert len({copy, get_target("h200"), get_target("b200")}) == 2
+
+
+@pytest.mark.parametrize("name", ["sm_130", "H200", "sm_90", ""])
+def test_unknown_target_is_refused_with_the_known_names(name: str) -> None:
+    with pytest.raises(InputError, match="never guesses the nearest") as caught:
+        get_target(name)
+    message = str(caught.value)
+    assert repr(name) in message
+    assert all(known in message for known in [*TARGETS, *DEFAULT_GPU])
