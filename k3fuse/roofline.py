@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from k3fuse.errors import InputError
+from k3fuse.expected import expected_distinct_experts
 from k3fuse.models.kimi_config import KimiConfig
 from k3fuse.target import Target
 
@@ -155,15 +156,6 @@ class Roofline:
     share: float | None  # floor over measured
     everything_else_ms: float | None
     everything_else_us_per_layer: float | None
-
-
-def expected_distinct_experts(num_experts: int, top_k: int, batch: int) -> float:
-    """Experts of one layer that a batch touches when every row picks `top_k` at random.
-
-    E * (1 - (1 - k/E)^B): 16 of 896 at batch 1, 120.3 at batch 8. Real routing is less even, so
-    this is an upper estimate.
-    """
-    return num_experts * (1.0 - (1.0 - top_k / num_experts) ** batch)
 
 
 def parameter_bytes(config: KimiConfig) -> ParameterBytes:

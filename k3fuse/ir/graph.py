@@ -69,7 +69,9 @@ class Node:
     position: int = 0  # of a top-level node, as of the last sort
 
     def __repr__(self) -> str:
-        head = f"@{self.name}" if self.op == FUSED else ", ".join(f"%{r.name}" for r in self.results)
+        head = (
+            f"@{self.name}" if self.op == FUSED else ", ".join(f"%{r.name}" for r in self.results)
+        )
         return f"{head} = {self.op}(...)"
 
     @property

@@ -87,8 +87,9 @@ def run_node(node: Node, env: Environment, tp: int, dims: Mapping[str, int]) -> 
         if node.results:
             local = node.results[0].type.local_shape(tp)
             shape = tuple(dims[d] if isinstance(d, str) else d for d in local)
+        types = tuple(v.type for v in node.operands)
         per_rank = [
-            op.reference([o[r] for o in operands], node.attrs, Context(tp, r, shape))
+            op.reference([o[r] for o in operands], node.attrs, Context(tp, r, shape, types))
             for r in range(tp)
         ]
     for index, result in enumerate(node.results):
@@ -99,15 +100,17 @@ def run(
     graph: Graph,
     inputs: Mapping[str, Tensor],
     *,
+    tp: int | None = None,
     check_ranks: bool = True,
     observe: Callable[[Node, Environment], None] | None = None,
 ) -> list[Tensor]:
     """Run a graph on global tensors by input name; returns the global outputs.
 
     Every replicated result is checked to be bit-equal on all ranks, and freed after its last use.
-    `observe` is called after each leaf (to compare intermediate values).
+    `tp` overrides the number of ranks, for a graph that is not sharded yet. `observe` is called
+    after each leaf (to compare intermediate values).
     """
-    tp = graph.tp
+    tp = graph.tp if tp is None else tp
     env = Environment()
     tensors = [inputs[v.name] for v in graph.inputs]
     dims = bind_dims([v.type for v in graph.inputs], [t.shape for t in tensors])

@@ -20,12 +20,13 @@ class TypeRuleError(K3FuseError):
 class Context:
     """What a rule or a reference may know of its surroundings.
 
-    `shape` is what this rank holds of the first result (references only).
+    References also get `shape`, what this rank holds of the first result, and the operand `types`.
     """
 
     tp: int = 1
     rank: int = 0
     shape: tuple[int, ...] = ()
+    types: tuple[TensorType, ...] = ()
 
 
 Attrs = Mapping[str, Attr]

@@ -12,7 +12,8 @@ from k3fuse.tensor_type import parse_type
 
 _NAME = r"[\w.\-]+"
 _HEAD = re.compile(rf"graph ({_NAME})(?: (\{{.*\}}))? \{{$")
-_INPUT = re.compile(rf"({'|'.join(k for k in get_args(ValueKind) if k != 'result')}) %({_NAME}): (\S+)(?: = (\".*\"))?$")
+_KINDS = "|".join(kind for kind in get_args(ValueKind) if kind != "result")
+_INPUT = re.compile(rf"({_KINDS}) %({_NAME}): (\S+)(?: = (\".*\"))?$")
 _DROPPED = re.compile(r'dropped (".*"): (".*")$')
 _GROUP = re.compile(rf"fused @({_NAME})(?: (\{{.*\}}))? \{{$")
 _CALL = re.compile(rf"(?:(.*?) = )?({_NAME})\(([^)]*)\)(.*)$")
@@ -38,7 +39,8 @@ class _Parser:
     def parse(self) -> Graph:
         graph: Graph | None = None
         group: Node | None = None
-        for self.number, raw in enumerate(self.lines, start=1):
+        for number, raw in enumerate(self.lines, start=1):
+            self.number = number
             line = raw.split("  //", 1)[0].strip()
             if not line or line.startswith("//"):
                 continue

@@ -50,6 +50,15 @@ def _state_readers(node: Node) -> Iterable[Node]:
                     yield reader.top
 
 
+def _free(name: str, taken: set[str]) -> str:
+    candidate, count = name, 1
+    while candidate in taken:
+        count += 1
+        candidate = f"{name}.{count}"
+    taken.add(candidate)
+    return candidate
+
+
 class Rewriter:
     """Edits one graph on behalf of one pass; counts the changes and stamps the origins."""
 
@@ -57,18 +66,18 @@ class Rewriter:
         self.graph = graph
         self.pass_name = pass_name
         self.changes = 0
-        self._names = {v.name for v in graph.values()} | {n.name for n in graph.nodes if n.is_fused}
+        self._names = {v.name for v in graph.values()}
+        self._launch_names = {n.name for n in graph.nodes if n.is_fused}
         for position, node in enumerate(graph.nodes):
             node.position = position
 
     def unique(self, name: str) -> str:
-        """`name`, or `name.2`, `name.3` ... when it is taken."""
-        candidate, count = name, 1
-        while candidate in self._names:
-            count += 1
-            candidate = f"{name}.{count}"
-        self._names.add(candidate)
-        return candidate
+        """`name`, or `name.2`, `name.3` ... when another value has it."""
+        return _free(name, self._names)
+
+    def unique_launch(self, name: str) -> str:
+        """The same among launches, which have names of their own: @y may hold %y."""
+        return _free(name, self._launch_names)
 
     def make(
         self,
@@ -205,9 +214,9 @@ class Rewriter:
         tops = list(dict.fromkeys(m.top for m in members))
         tops.sort(key=lambda n: n.position)
         groups = [top for top in tops if top.is_fused]
-        self._names.difference_update(g.name for g in groups)
+        self._launch_names.difference_update(g.name for g in groups)
         name = name or (groups[0].name if groups else "")
-        group = Node(FUSED, [], dict(attrs or {}), [], name=self.unique(name))
+        group = Node(FUSED, [], dict(attrs or {}), [], name=self.unique_launch(name))
         for top in tops:
             for leaf in top.leaves:
                 leaf.parent = group

@@ -31,4 +31,6 @@ def check_versions(graph: Graph) -> None:
             replaced[id(node.operands[operand])] = node
     for value in graph.outputs:
         if (writer := replaced.get(id(value))) is not None:
-            raise VerifyError(f"the graph returns dead version %{value.name} ({writer} replaced it)")
+            raise VerifyError(
+                f"the graph returns dead version %{value.name} ({writer} replaced it)"
+            )

@@ -12,6 +12,7 @@ from k3fuse.ir.state import check_versions
 def verify(graph: Graph) -> None:
     """Raise VerifyError, with the text of the bad node, unless the graph is well formed."""
     names: set[str] = set()
+    groups: set[str] = set()
     defined: set[int] = set()
 
     def define(value: Value, at: str) -> None:
@@ -25,6 +26,10 @@ def verify(graph: Graph) -> None:
     for top in graph.nodes:
         if top.parent is not None or (top.is_fused and (top.operands or not top.body)):
             raise VerifyError(f"malformed top-level node\n{print_node(top)}")
+        if top.is_fused:
+            if top.name in groups:
+                raise VerifyError(f"two launches are called @{top.name}\n{print_node(top)}")
+            groups.add(top.name)
         for node in top.leaves:
             if node is not top and node.parent is not top:
                 raise VerifyError(f"a node does not know its group\n{print_node(top)}")
@@ -51,8 +56,10 @@ def _check_node(graph: Graph, node: Node, defined: set[int]) -> None:
         if unknown:
             raise TypeRuleError(f"{node.op} has no attribute {', '.join(sorted(unknown))}")
         types = op.infer([v.type for v in node.operands], node.attrs, Context(graph.tp))
-    except (TypeRuleError, KeyError) as error:
-        raise VerifyError(f"{error}\n{print_node(node)}") from None
+    except KeyError as error:
+        raise VerifyError(f"{node.op} needs attribute {error}\n{print_node(node)}") from None
+    except (TypeRuleError, IndexError, ValueError) as error:
+        raise VerifyError(f"{node.op}: {error}\n{print_node(node)}") from None
     stated = [r.type for r in node.results]
     if types != stated:
         inferred = ", ".join(map(str, types))

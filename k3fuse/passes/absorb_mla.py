@@ -42,7 +42,8 @@ def _absorb(edit: Edit, node: Node) -> None:
     q, cache, kv_b, *where = node.operands
     nope, rope, v = (int(str(node.attrs[k])) for k in ("nope_dim", "rope_dim", "v_dim"))
     rows, rank = kv_b.type.shape
-    assert isinstance(rows, int) and isinstance(rank, int)
+    assert isinstance(rows, int)
+    assert isinstance(rank, int)
 
     def add(op: str, operands: list[Value], attrs: dict[str, Attr], *, role: str) -> Value:
         name = f"{node.result.name}.{op}"
@@ -53,12 +54,8 @@ def _absorb(edit: Edit, node: Node) -> None:
     heads = rows // (nope + v)
     per_head = add("view", [kv_b], {"shape": (heads, nope + v, rank)}, role="made")
     w_uk = add("slice", [per_head], {"dim": 1, "start": 0, "stop": nope}, role="made")
-    w_uv = add(
-        "slice", [per_head], {"dim": 1, "start": nope, "stop": nope + v}, role="made"
-    )
-    query = add(
-        "mla_absorb_query", [q, w_uk], {"nope_dim": nope, "rope_dim": rope}, role="1/3"
-    )
+    w_uv = add("slice", [per_head], {"dim": 1, "start": nope, "stop": nope + v}, role="made")
+    query = add("mla_absorb_query", [q, w_uk], {"nope_dim": nope, "rope_dim": rope}, role="1/3")
     latent = add(
         "mla_attend_latent",
         [query, cache, *where],

@@ -23,6 +23,7 @@ class AssignStreams(Pass):
     """
 
     name: ClassVar[str] = "assign-streams"
+    required: ClassVar[bool] = True
 
     def rewrite(self, edit: Edit) -> None:
         for node in edit.graph.nodes:

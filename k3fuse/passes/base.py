@@ -29,6 +29,7 @@ class PassResult:
     name: str
     changes: int
     refusals: list[Refusal] = field(default_factory=list[Refusal])
+    seconds: float = 0.0
 
 
 class Pass(ABC):
@@ -40,6 +41,8 @@ class Pass(ABC):
     """
 
     name: ClassVar[str]
+    required: ClassVar[bool] = False
+    """Whether a plan cannot be made without this pass (so that bisection keeps it)."""
 
     @abstractmethod
     def rewrite(self, edit: Edit) -> None:

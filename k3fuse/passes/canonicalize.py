@@ -25,6 +25,7 @@ class Canonicalize(Pass):
     """
 
     name: ClassVar[str] = "canonicalize"
+    required: ClassVar[bool] = True
 
     def rewrite(self, edit: Edit) -> None:
         before = -1
@@ -79,7 +80,7 @@ def _gated_product(edit: Edit, node: Node) -> None:
 
 
 def _widened_linear(edit: Edit, node: Node) -> None:
-    """linear(cast(x), cast(w)) to f32 is a linear with an f32 result: accumulation is f32 anyway."""
+    """linear(cast(x), cast(w)) to f32 is a linear with an f32 result: sums are f32 anyway."""
     if node.op != "linear" or "out" in node.attrs:
         return
     casts = [v.producer for v in node.operands]
@@ -106,5 +107,6 @@ def _replace(
     edit.insert_before(node, new)
     edit.replace_uses(node.result, new.result)
     edit.erase(node)
+    new.result.name = node.result.name
     for inner in spent:
         edit.erase(inner)

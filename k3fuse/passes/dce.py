@@ -23,6 +23,7 @@ class Dce(Pass):
     """
 
     name: ClassVar[str] = "dce"
+    required: ClassVar[bool] = True
 
     def rewrite(self, edit: Edit) -> None:
         outputs = {id(v) for v in edit.graph.outputs}

@@ -28,6 +28,7 @@ class FormLaunches(Pass):
     """
 
     name: ClassVar[str] = "form-launches"
+    required: ClassVar[bool] = True
 
     def rewrite(self, edit: Edit) -> None:
         graph = edit.graph

@@ -48,7 +48,9 @@ class FuseComm(Pass):
                 continue
             home = max(producers, key=lambda n: n.position)
             if late and not any(waits_on_peers(v) for v in home.inputs()):
-                edit.refuse(node, "its other operand waits on peers, its producer does not", late[0])
+                edit.refuse(
+                    node, "its other operand waits on peers, its producer does not", late[0]
+                )
                 continue
             sums = [v.producer for v in late if v.producer and v.producer.op == "sum_slots"]
             edit.try_fuse([home, *sums, node], launch_name(home))

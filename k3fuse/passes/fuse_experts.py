@@ -28,7 +28,11 @@ class FuseExperts(Pass):
             if node.op != "moe_experts":
                 continue
             route = node.operands[1].producer
-            if route is None or route.op != "route_topk" or route.results[0] is not node.operands[1]:
+            if (
+                route is None
+                or route.op != "route_topk"
+                or route.results[0] is not node.operands[1]
+            ):
                 edit.refuse(node, "its ids come from no route_topk", node.operands[1])
             elif route.results[1] is not node.operands[2]:
                 edit.refuse(node, "ids and weights come from different routes", node.operands[2])

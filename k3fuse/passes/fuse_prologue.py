@@ -64,12 +64,7 @@ def _chain(edit: Edit, node: Node, static: set[int]) -> None:
 def _into_reader(edit: Edit, node: Node, static: set[int]) -> None:
     outputs = node.outputs(edit.graph)
     readers = list(
-        dict.fromkeys(
-            user.top
-            for value in outputs
-            for user in value.users()
-            if _is_next(user)
-        )
+        dict.fromkeys(user.top for value in outputs for user in value.users() if _is_next(user))
     )
     candidates = [r for r in readers if edit.closes_cycle([node, r]) is None]
     if not candidates:

@@ -36,7 +36,11 @@ class InsertL2Prefetch(Pass):
         graph, target = edit.graph, edit.target
         if graph.tp == 1 or graph.attrs.get("prefetch", True) is False:
             return
-        window = min(int(target.hop_us * 1e-6 * target.read_bandwidth), int(target.l2_bytes * L2_SHARE))
+        window = min(
+            int(target.hop_us * 1e-6 * target.read_bandwidth), int(target.l2_bytes * L2_SHARE)
+        )
+        if any(leaf.op == "l2_prefetch" for leaf in graph.leaves()):
+            return  # the windows are taken
         static = graph.static_values()
         launches = [n for n in graph.nodes if n.is_fused]
         fetched: set[int] = set()
@@ -75,11 +79,9 @@ def _insert(edit: Edit, launch: Node, values: list[Value], size: int) -> None:
     hint = edit.make(
         "l2_prefetch", values, {"bytes": size}, name="hint", origins=origins, role="made"
     )
-    group = Node(FUSED, [], {}, [], name=edit.unique(f"{launch.name}.prefetch"), body=[hint])
+    group = Node(FUSED, [], {}, [], name=edit.unique_launch(f"{launch.name}.prefetch"), body=[hint])
     hint.parent = group
     nodes = edit.graph.nodes
     nodes.insert(nodes.index(launch) + 1, group)
     group.position = launch.position
     edit.changes += 1
-
-

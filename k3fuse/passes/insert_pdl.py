@@ -28,6 +28,7 @@ class InsertPdl(Pass):
     """
 
     name: ClassVar[str] = "insert-pdl"
+    required: ClassVar[bool] = True
 
     def rewrite(self, edit: Edit) -> None:
         graph = edit.graph
@@ -52,5 +53,3 @@ def _trigger(launch: Node, graph: Graph, static: set[int]) -> str:
     experts = any(leaf.op == "moe_experts" for leaf in launch.body)
     large = experts or weight_bytes(launch, graph, static) > SMALL_PROJECTION
     return "last_tile" if large else "entry"
-
-

@@ -29,6 +29,7 @@ class LowerCollectives(Pass):
     """
 
     name: ClassVar[str] = "lower-collectives"
+    required: ClassVar[bool] = True
 
     def rewrite(self, edit: Edit) -> None:
         for node in list(edit.graph.leaves()):

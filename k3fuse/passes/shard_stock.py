@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import ClassVar
 
 from k3fuse.errors import InputError
@@ -45,6 +46,7 @@ class ShardStock(Pass):
     """
 
     name: ClassVar[str] = "shard-stock"
+    required: ClassVar[bool] = True
 
     def rewrite(self, edit: Edit) -> None:
         if edit.graph.tp == 1:
@@ -92,8 +94,9 @@ class _Wants:
 
 def _shard_node(edit: Edit, node: Node, wants: _Wants) -> None:
     if node.op in _BY_HEAD:
-        for index, dim in enumerate(_BY_HEAD[node.op]):
-            if dim is not None and node.operands[index].type.placement.is_replicate:
+        # bf16 experts have no scales, so there are fewer operands than rows in the table
+        for index, (value, dim) in enumerate(zip(node.operands, _BY_HEAD[node.op], strict=False)):
+            if dim is not None and value.type.placement.is_replicate:
                 _cut(edit, node, index, dim)
     elif node.op == "linear":
         x = node.operands[0].type.placement
@@ -103,9 +106,10 @@ def _shard_node(edit: Edit, node: Node, wants: _Wants) -> None:
             _cut(edit, node, 1, 0)
     elif node.op == "argmax" and node.operands[0].type.placement.is_shard:
         _gather_logits(edit, node)
+    reduced = [r for r in node.results if r.type.placement.is_partial]  # by an earlier run
     _infer(edit, node)
     for result in node.results:
-        if result.type.placement.is_partial:
+        if result.type.placement.is_partial and result not in reduced:
             _after(edit, node, result, "all_reduce", {})
 
 
@@ -121,6 +125,8 @@ def _cut(edit: Edit, node: Node, index: int, dim: int) -> None:
     """Cut an operand: a weight or state at its source, a derived static value behind it."""
     value = node.operands[index]
     placed = value.type.at(shard(dim))
+    if value.type == placed:
+        return
     size = placed.shape[dim]
     if not isinstance(size, int) or size % edit.graph.tp:
         raise TypeRuleError(
@@ -147,17 +153,31 @@ def _cut_source(edit: Edit, value: Value, dim: int) -> bool:
         edit.retype(value, value.type.at(shard(dim)))
         return True
     producer = value.producer
-    if producer is None or not (
-        (producer.op == "view" and dim == 0)
-        or (producer.op == "slice" and producer.attrs["dim"] != dim)
-    ):
+    if producer is None or producer.op not in ("view", "slice"):
         return False
     source = producer.operands[0]
-    if not _cut_source(edit, source, dim):
+    if producer.op == "view":
+        source_dim = _same_blocks(source, value, dim, edit.graph.tp)
+    else:
+        source_dim = None if producer.attrs["dim"] == dim else dim
+    if source_dim is None or not _cut_source(edit, source, source_dim):
         return False
     for user in source.users():
         _infer(edit, user)
     return value.type.placement == shard(dim)
+
+
+def _same_blocks(source: Value, view: Value, dim: int, tp: int) -> int | None:
+    """The dimension whose blocks are those of dimension `dim` of a view, if there is one."""
+    for candidate, size in enumerate(source.type.shape):
+        if not isinstance(size, int) or size % tp:
+            continue
+        cut = source.type.at(shard(candidate))
+        with contextlib.suppress(TypeRuleError):
+            (type_,) = op_named("view").infer([cut], {"shape": view.type.shape}, Context(tp))
+            if type_.placement == shard(dim):
+                return candidate
+    return None
 
 
 def _after(edit: Edit, node: Node, result: Value, op: str, attrs: dict[str, Attr]) -> Value:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from k3fuse.ir import Node
+from k3fuse.ir import Node, Value
 from k3fuse.passes.base import Edit, Pass
 
 
@@ -47,7 +47,7 @@ def _split(edit: Edit, node: Node, gather: Node) -> None:
         "argmax_local", [shards], name=f"{name}.local", origins=node.origins, role="1/2"
     )
     edit.insert_before(node, local)
-    gathered = []
+    gathered: list[Value] = []
     for value in local.results:
         new = edit.make(
             "all_gather",

@@ -36,6 +36,7 @@ def launches_of(graph: Graph) -> list[Node]:
 
 
 def stream_of(launch: Node) -> str:
+    """The stream of a launch: main, aux or prefetch."""
     return str(launch.attrs.get("stream", "main"))
 
 
@@ -73,7 +74,11 @@ def launch_dependencies(graph: Graph, *, same_stream: str) -> dict[str, list[Edg
     previous: Node | None = None
     for launch in launches_of(graph):
         stream = stream_of(launch)
-        needed = [Edge(same_stream if stream == "main" else "full", last[stream].name)] if stream in last else []
+        needed = (
+            [Edge(same_stream if stream == "main" else "full", last[stream].name)]
+            if stream in last
+            else []
+        )
         others = [s for s in sources[launch.name] if stream_of(s) != stream]
         if stream == "prefetch" and previous is not None:
             others.append(previous)

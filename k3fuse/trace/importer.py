@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 from torch import fx, nn
@@ -25,8 +25,9 @@ def trace(
     constants: Mapping[str, object] | None = None,
     rows_per_request: int = 1,
     name: str = "decode",
+    method: str = "forward",
 ) -> Graph:
-    """Trace `root.forward(**arguments, **constants)` into a graph.
+    """Trace `root.forward(**arguments, **constants)`, or another method, into a graph.
 
     arguments: trees of `Arg`. Dimensions named M (rows), R (requests; M = R * rows_per_request),
     slots, pages and table may be symbolic; every other size is fixed. `outputs` picks the values
@@ -40,6 +41,7 @@ def trace(
     for sizes in (_SMALL, _LARGE):
         rows = sizes["R"] * rows_per_request
         tracer = Tracer(arguments, constants or {}, outputs, {**sizes, "M": rows})
+        tracer.traced_func_name = method
         traces.append((tracer, list(tracer.trace(root).nodes)))
     return _Importer(root, traces, rows_per_request, name).graph
 
@@ -54,14 +56,16 @@ class _Importer:
     ) -> None:
         (_, small_nodes), (large, large_nodes) = traces
         self._args = large.args
-        self._modules = dict(root.named_modules())
+        self._modules: dict[str, nn.Module] = dict(
+            cast("Iterable[tuple[str, nn.Module]]", root.named_modules())
+        )
         self._rows = rows_per_request
         self._values: dict[fx.Node, list[Value]] = {}
         self._names: dict[str, int] = {}
         self._sites: dict[str, int] = {}
         self._symbols = {
-            (s, l): symbol
-            for symbol, (s, l) in {
+            sizes: symbol
+            for symbol, sizes in {
                 **{k: (_SMALL[k], _LARGE[k]) for k in _SMALL},
                 "M": (rows_per_request, 2 * rows_per_request),
             }.items()
@@ -71,18 +75,24 @@ class _Importer:
             self._import(*pair)
         self._finish(large.picked)
 
-    def _pairs(
-        self, small: list[fx.Node], large: list[fx.Node]
-    ) -> list[tuple[fx.Node, fx.Node]]:
+    def _pairs(self, small: list[fx.Node], large: list[fx.Node]) -> list[tuple[fx.Node, fx.Node]]:
+        twin: dict[fx.Node, fx.Node] = {}
         for a, b in zip(small, large, strict=False):
             same = a.op == b.op and _called(a) == _called(b) and len(a.args) == len(b.args)
             if not same and "output" not in (a.op, b.op):
                 raise TraceError(
                     f"the graph depends on the number of requests: at "
                     f"'{b.meta.get('path') or 'the root module'}', one request calls "
-                    f"{_called(a)} where two call {_called(b)}; a decode graph must be the same for "
-                    "every batch"
+                    f"{_called(a)} where two call {_called(b)}; a decode graph must be the same "
+                    "for every batch"
                 )
+            if same and [twin[x] for x in _read(a)] != _read(b):
+                raise TraceError(
+                    f"the graph depends on the number of requests: at "
+                    f"'{b.meta.get('path') or 'the root module'}', {_called(b)} reads other values "
+                    "for one request than for two; a decode graph must be the same for every batch"
+                )
+            twin[a] = b
         if len(small) != len(large):
             raise TraceError(
                 f"the graph depends on the number of requests: {len(small)} calls for one, "
@@ -177,6 +187,15 @@ def _last_version(graph: Graph, value: Value) -> Value:
                 value, changed = node.results[updates[index]], True
                 break
     return value
+
+
+def _read(node: fx.Node) -> list[fx.Node]:
+    """The operands of a node in order; of the output node, what it returns."""
+    found: list[fx.Node] = []
+    for arg in node.args:
+        parts = cast("list[object]", arg) if isinstance(arg, list) else [arg]
+        found.extend(part for part in parts if isinstance(part, fx.Node))
+    return found
 
 
 def _called(node: fx.Node) -> str:

@@ -110,15 +110,18 @@ def _binary(op: str) -> Row:
 
 
 def _unary(op: str) -> Row:
-    def row(x: fx.Proxy, **_: object) -> Call:
+    def row(x: fx.Proxy, inplace: bool = False, **_: object) -> Call:
+        if inplace:
+            raise NoOp(f"{op} in place is not supported")
         return Call(op, [x])
 
     return row
 
 
 def _view(x: fx.Proxy, *sizes: object) -> Call:
-    flat = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], list | tuple) else sizes
-    shape = [cast(int, s) for s in cast("Sequence[object]", flat)]
+    one = sizes[0] if len(sizes) == 1 else None
+    flat = cast("Sequence[int]", one if isinstance(one, list | tuple) else sizes)
+    shape = list(flat)
     numel = 1
     for extent in _type(x).shape:
         numel *= cast(int, extent)
@@ -176,8 +179,7 @@ def _same(x: fx.Proxy, *_: object, **__: object) -> fx.Proxy:
 
 
 def _getitem(x: fx.Proxy, index: object) -> Call | fx.Proxy:
-    parts = list(index) if isinstance(index, tuple) else [index]
-    parts = cast("list[object]", parts)
+    parts = list(cast("tuple[object, ...]", index)) if isinstance(index, tuple) else [index]
     shape = cast("tuple[int, ...]", _type(x).shape)
     if Ellipsis in parts:
         at = parts.index(Ellipsis)
@@ -207,7 +209,7 @@ _ROWS: dict[object, Row] = {
     torch_functional.rms_norm: _rms_norm,
     torch.rms_norm: _rms_norm,
     operator.add: _binary("add"),
-    operator.iadd: _binary("add"),
+    operator.iadd: _binary("add"),  # pyright: ignore[reportUnknownMemberType] - untyped stub
     torch.add: _binary("add"),
     "add": _binary("add"),
     operator.mul: _binary("mul"),

@@ -6,7 +6,7 @@ tracing at two sizes and comparing (`trace.importer`).
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -121,7 +121,7 @@ class Tracer(fx.Tracer):
 
     def here(self) -> str:
         """Module path and source line of the code being traced."""
-        frame = sys._getframe(1)
+        frame = inspect.currentframe()
         while frame is not None:
             name = frame.f_globals.get("__name__", "")
             if not name.startswith(("torch.", "k3fuse.trace", "k3fuse.functional.model_op")):
@@ -142,9 +142,7 @@ class Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return False
 
-    def call_module(
-        self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self._paths.append(self.path_of_module(m))
         try:
             return forward(*args, **kwargs)
@@ -154,7 +152,7 @@ class Tracer(fx.Tracer):
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Callable[..., Any], list[Any]]:
-        root, constants = cast(nn.Module, self.root), self._constants
+        root, constants = self.root, self._constants
         self._tensors = {**dict(root.named_parameters()), **dict(root.named_buffers())}
         self._names = {id(tensor): name for name, tensor in self._tensors.items()}
 
@@ -218,8 +216,8 @@ class Tracer(fx.Tracer):
         if isinstance(call, fx.Proxy):
             return call
         types = self._infer(call)
-        operands = tuple(call.operands)
-        node = self.create_node("call_function", _op, self.create_arg(operands), {}, None)
+        operands = tuple(proxy.node for proxy in call.operands)
+        node = self.create_node("call_function", _op, operands, {}, None)
         node.meta.update(call=call, types=types, path=self._paths[-1])
         if len(types) == 1:
             node.meta["type"] = types[0]

@@ -7,6 +7,8 @@ softmax.
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from k3fuse import functional
 from k3fuse.ir.op import Attrs, Context, require
 from k3fuse.ir.ops.rules import accumulator, arity, declare, float_attr, replicated
@@ -41,8 +43,18 @@ def _blocks(types: list[TensorType], attrs: Attrs, ctx: Context) -> list[TensorT
     return [TensorType(acc, rows), TensorType(acc, rows), TensorType(acc, sources[0].shape)]
 
 
+def _mix_reference(operands: list[Tensor], eps: float) -> Tensor:
+    norm, proj, *sources = operands
+    return functional.attn_res_mix(sources, norm, proj, eps=eps)
+
+
+def _blocks_reference(operands: list[Tensor], eps: float) -> tuple[Tensor, ...]:
+    query, *snapshots = operands
+    return functional.attn_res_blocks(snapshots, query, eps=eps)
+
+
 def _merge(types: list[TensorType], attrs: Attrs, ctx: Context) -> TensorType:
-    """Operands: query u [D], block part (max [M], denominator [M], sum [M,D]), running sum [M,D]."""
+    """Operands: query [D], block part (max [M], denominator [M], sum [M,D]), running sum [M,D]."""
     arity(types, 5, "attn_res_merge")
     replicated(types, "attn_res_merge")
     query, top, denominator, mixed, prefix = types
@@ -59,7 +71,7 @@ def _merge(types: list[TensorType], attrs: Attrs, ctx: Context) -> TensorType:
 declare(
     "attn_res_mix",
     _mix,
-    lambda operands, eps: functional.attn_res_mix(operands[2:], operands[0], operands[1], eps=eps),
+    _mix_reference,
     ("eps",),
     variadic=True,
     doc="softmax over <RMSNorm(source), proj> of the raw sources (K3 spec 2.3)",
@@ -67,7 +79,7 @@ declare(
 declare(
     "attn_res_blocks",
     _blocks,
-    lambda operands, eps: functional.attn_res_blocks(operands[1:], operands[0], eps=eps),
+    _blocks_reference,
     ("eps",),
     variadic=True,
     doc="block phase of the mix: running maximum, denominator and unnormalised sum",

@@ -46,9 +46,7 @@ def _collective(
     def group(operands: list[list[Tensor]], given: Attrs) -> list[tuple[Tensor, ...]]:
         return [(out,) for out in run([ops[0] for ops in operands], given)]
 
-    register(
-        Op(name=name, infer=infer, group_reference=group, attrs=frozenset(attrs), doc=doc)
-    )
+    register(Op(name=name, infer=infer, group_reference=group, attrs=frozenset(attrs), doc=doc))
 
 
 def _partial(x: TensorType, name: str) -> None:
@@ -66,9 +64,7 @@ def _reduce_scatter(x: TensorType, attrs: Attrs, ctx: Context) -> TensorType:
 
 
 def _all_gather(x: TensorType, attrs: Attrs, ctx: Context) -> TensorType:
-    require(
-        x.placement == shard(int_attr(attrs, "dim")), f"all_gather: {x} is not split along dim"
-    )
+    require(x.placement == shard(int_attr(attrs, "dim")), f"all_gather: {x} is not split along dim")
     return x.at(REPLICATE)
 
 
@@ -91,6 +87,10 @@ def _sum_slots(types: list[TensorType], attrs: Attrs, ctx: Context) -> TensorTyp
     require(not slots.placement.is_partial, f"sum_slots: {slots} must have arrived")
     placement = shard(slots.placement.dim - 1) if slots.placement.is_shard else REPLICATE
     return TensorType(slots.dtype, slots.shape[1:], placement)
+
+
+def _sum_slots_reference(slots: Tensor) -> Tensor:
+    return rank_order_sum([slots[rank] for rank in range(slots.shape[0])])
 
 
 def _chunks(parts: list[Tensor], dim: int) -> list[list[Tensor]]:
@@ -150,6 +150,6 @@ _collective(
 declare(
     "sum_slots",
     _sum_slots,
-    lambda slots: rank_order_sum(list(slots.unbind(0))),
+    _sum_slots_reference,
     doc="sum over the slots of the own mailbox, in rank order",
 )

@@ -77,4 +77,3 @@ declare(
 declare("silu_mul", _gated, functional.silu_mul, doc="silu(gate) * up, fp32 inside")
 declare("sigmoid_mul", _gated, functional.sigmoid_mul, doc="x * sigmoid(gate), fp32 inside")
 declare("cast", _cast, _cast_reference, ("dtype",), doc="round or widen to `dtype`")
-

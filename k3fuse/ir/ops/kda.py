@@ -39,7 +39,9 @@ def _step(types: list[TensorType], attrs: Attrs, ctx: Context) -> list[TensorTyp
     _by_heads(types, STEP_SHARD_DIMS, "kda_step")
     q, conv, recurrent = types[0], types[10], types[11]
     width, head_dim = size(q, 1, "kda_step"), int_attr(attrs, "head_dim")
-    require(width == size(recurrent, 1, "kda_step") * head_dim, f"kda_step: {q} is not H*{head_dim}")
+    require(
+        width == size(recurrent, 1, "kda_step") * head_dim, f"kda_step: {q} is not H*{head_dim}"
+    )
     require(all(t.shape == q.shape for t in types[:4]), "kda_step: q, k, v, f differ in shape")
     o = divisible(TensorType(accumulator(q.dtype), q.shape, q.placement), ctx, "kda_step")
     return [o, conv, divisible(recurrent, ctx, "kda_step")]

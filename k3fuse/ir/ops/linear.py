@@ -51,6 +51,8 @@ def _embedding(types: list[TensorType], attrs: Attrs, ctx: Context) -> TensorTyp
 
 def _embedding_reference(tokens: Tensor, weight: Tensor, *, ctx: Context) -> Tensor:
     rows = weight.shape[0]
+    if ctx.types[1].placement.is_replicate:
+        return functional.embedding(tokens, weight)
     local = tokens - ctx.rank * rows
     mine = (local >= 0) & (local < rows)
     picked = functional.embedding(local.clamp(0, rows - 1), weight)

@@ -62,7 +62,9 @@ def _attend_latent(types: list[TensorType], attrs: Attrs, ctx: Context) -> Tenso
     q, cache, *rest = types
     replicated([cache, *rest], "mla_attend_latent")
     rank, rope = int_attr(attrs, "kv_lora"), int_attr(attrs, "rope_dim")
-    require(cache.shape[-1] == rank + rope, f"mla_attend_latent: {cache} rows are not {rank}+{rope}")
+    require(
+        cache.shape[-1] == rank + rope, f"mla_attend_latent: {cache} rows are not {rank}+{rope}"
+    )
     heads = size(q, 1, "mla_attend_latent") // (rank + rope)
     require(q.shape[1] == heads * (rank + rope), f"mla_attend_latent: {q} is not whole heads")
     result = TensorType(q.dtype, (q.shape[0], heads * rank), q.placement)

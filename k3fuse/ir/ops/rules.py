@@ -55,6 +55,7 @@ def declare(
 
 
 def arity(types: list[TensorType], count: int, name: str) -> None:
+    """The op `name` takes exactly `count` operands."""
     require(len(types) == count, f"{name} takes {count} operands, got {len(types)}")
 
 
@@ -68,10 +69,12 @@ def replicated(types: list[TensorType], name: str) -> None:
 
 
 def same_shape(a: TensorType, b: TensorType, name: str) -> None:
+    """Equal global shapes: no op broadcasts."""
     require(a.shape == b.shape, f"{name}: shapes differ, {a} and {b}")
 
 
 def same_placement(a: TensorType, b: TensorType, name: str) -> None:
+    """Both whole, both cut along one dimension, or both terms of a sum."""
     require(a.placement == b.placement, f"{name}: placements differ, {a} and {b}")
 
 
@@ -95,6 +98,7 @@ def divisible(type_: TensorType, ctx: Context, name: str) -> TensorType:
 
 
 def float_attr(attrs: Attrs, key: str) -> float:
+    """A number attribute."""
     value = attrs[key]
     require(isinstance(value, int | float), f"attribute {key} must be a number, is {value!r}")
     assert isinstance(value, int | float)
@@ -102,6 +106,7 @@ def float_attr(attrs: Attrs, key: str) -> float:
 
 
 def int_attr(attrs: Attrs, key: str) -> int:
+    """An integer attribute."""
     value = attrs[key]
     require(isinstance(value, int), f"attribute {key} must be an integer, is {value!r}")
     assert isinstance(value, int)
@@ -114,4 +119,5 @@ def accumulator(dtype: DType) -> DType:
 
 
 def sharded_dim(type_: TensorType, dim: int) -> bool:
+    """Whether the ranks hold blocks along `dim`."""
     return type_.placement.is_shard and type_.placement.dim == dim

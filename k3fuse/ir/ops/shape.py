@@ -1,4 +1,4 @@
-"""Views and slices. They move no data by themselves; canonicalize removes those that say nothing."""
+"""Views and slices. They move no data; canonicalize removes those that say nothing."""
 
 from __future__ import annotations
 
@@ -54,6 +54,7 @@ def _slice(types: list[TensorType], attrs: Attrs, ctx: Context) -> TensorType:
     arity(types, 1, "slice")
     (x,) = types
     dim, start, stop = (int_attr(attrs, k) for k in ("dim", "start", "stop"))
+    require(0 <= dim < len(x.shape), f"slice: {x} has no dimension {dim}")
     extent = size(x, dim, "slice")
     require(0 <= start < stop <= extent, f"slice: [{start}:{stop}] leaves dimension {dim} of {x}")
     require(

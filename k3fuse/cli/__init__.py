@@ -1,0 +1,43 @@
+"""The command line: one file a command, each with a `register`; errors become exit codes here."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from k3fuse import __version__
+from k3fuse.cli import compile as compile_command
+from k3fuse.cli import diff, doctor, inspect, opt, roofline, run, synth, verify
+from k3fuse.cli.output import err_console
+from k3fuse.errors import K3FuseError
+
+app = typer.Typer(
+    name="k3fuse",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Compile the decode step of large mixture-of-experts models into few checked launches.",
+)
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: bool = typer.Option(False, "--version", help="Print the version.")) -> None:
+    if version:
+        print(f"k3fuse {__version__}")
+        raise typer.Exit
+
+
+for _command in (synth, compile_command, verify, run, inspect, opt, diff, roofline, doctor):
+    _command.register(app)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run one command. Exit codes: 0 ok, 1 the answer is no, 2 wrong use or bad input."""
+    try:
+        app(args=arguments)
+    except K3FuseError as error:
+        err_console.print(f"k3fuse: {error}", markup=False, highlight=False)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        sys.exit(0)

@@ -1,0 +1,92 @@
+"""From the words on a command line to a config, a checkpoint and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from k3fuse.checkpoint.audit import AuditReport, audit
+from k3fuse.checkpoint.files import Checkpoint, open_checkpoint
+from k3fuse.checkpoint.reader import load_into, load_parameter
+from k3fuse.errors import InputError
+from k3fuse.ir import Value
+from k3fuse.models.registry import Config, ModelFamily, builtin_config, family_of, read_config
+from k3fuse.parameter import ParameterSpec
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model to compile or run, with the checkpoint of its weights if there is one."""
+
+    family: ModelFamily
+    config: Config
+    checkpoint: Checkpoint | None
+    specs: list[ParameterSpec]
+    report: AuditReport | None
+
+    def meta_module(self) -> nn.Module:
+        """The stock forward without storage: for tracing."""
+        return self.family.build(self.config, "meta")
+
+    def module(self, progress: Callable[[int], None] | None = None) -> nn.Module:
+        """The stock forward with the checkpoint's weights."""
+        module = self.meta_module()
+        load_into(module, self.required_checkpoint(), self.specs, progress)
+        return module
+
+    def required_checkpoint(self) -> Checkpoint:
+        if self.checkpoint is None:
+            raise InputError("this needs weights: give a checkpoint directory")
+        return self.checkpoint
+
+    def parameter(self, path: str) -> Tensor:
+        """One parameter by its path in the module."""
+        spec = self._by_path()[path]
+        return load_parameter(self.required_checkpoint(), spec)
+
+    def weight(self, value: Value) -> Tensor:
+        """The parameter that a graph input is bound to."""
+        return self.parameter(value.binding)
+
+    def parameter_bytes(self) -> int:
+        """Stored bytes of all tensors that the model uses."""
+        report = self.report
+        return 0 if report is None else report.nbytes
+
+    def _by_path(self) -> dict[str, ParameterSpec]:
+        return {spec.path: spec for spec in self.specs}
+
+
+def open_source(model: str, directory: Path) -> Source:
+    """Open and audit a checkpoint; nothing is allocated before all of it has been checked."""
+    family = family_of(model)
+    checkpoint = open_checkpoint(directory)
+    config = read_config(family, cast("dict[str, Any]", checkpoint.config), f"{directory}/config.json")
+    specs = family.parameters(config, checkpoint.dtypes)
+    report = audit(checkpoint, specs, tied=config.tie_word_embeddings, values=True)
+    return Source(family, config, checkpoint, specs, report)
+
+
+def builtin_source(model: str) -> Source:
+    """A built-in config without weights."""
+    family, config = family_of(model), builtin_config(model)
+    return Source(family, config, None, family.parameters(config, None), None)
+
+
+def parse_ints(text: str, flag: str) -> tuple[int, ...]:
+    """A comma-separated list of integers; InputError names the flag and the bad part."""
+    parts = [part.strip() for part in text.split(",")]
+    for part in parts:
+        if not part.lstrip("-").isdecimal():
+            raise InputError(f"{flag} {text}: '{part}' is not an integer; write for example 1,8")
+    return tuple(int(part) for part in parts)
+
+
+def use_one_thread() -> None:
+    """Small matrices run faster, and the same everywhere, on one thread."""
+    torch.set_num_threads(1)

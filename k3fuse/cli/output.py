@@ -1,0 +1,53 @@
+"""What commands print: tables for people, one JSON object for programs, progress on terminals."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+console = Console(soft_wrap=True)
+err_console = Console(stderr=True, soft_wrap=True)
+
+
+def emit_json(data: object) -> None:
+    """One object on stdout and nothing else."""
+    json.dump(data, sys.stdout, indent=1)
+    sys.stdout.write("\n")
+
+
+class Task:
+    """One bar of a progress display; does nothing where there is no terminal."""
+
+    def __init__(self, progress: Progress, label: str) -> None:
+        self._progress = progress
+        self._task = progress.add_task(label, total=None)
+
+    def total(self, count: int) -> None:
+        self._progress.update(self._task, total=count)
+
+    def advance(self, count: int = 1) -> None:
+        self._progress.advance(self._task, count)
+
+    def label(self, text: str) -> None:
+        self._progress.update(self._task, description=text)
+
+
+@contextmanager
+def progress(label: str) -> Iterator[Task]:
+    """A progress bar on stderr while the block runs, if stderr is a terminal."""
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=err_console,
+        transient=True,
+        disable=not err_console.is_terminal,
+    )
+    with bar:
+        yield Task(bar, label)
