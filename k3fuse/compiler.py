@@ -2,41 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from torch import nn
 
-from k3fuse.ir import Graph, parse_graph
+from k3fuse.ir import Graph, parse_graph, print_graph
+from k3fuse import __version__
 from k3fuse.lowering.lower import lower
+from k3fuse.lowering.recipe import merge_recipes, weight_recipe
+from k3fuse.models.registry import Config
 from k3fuse.options import CompileOptions
-from k3fuse.passes.base import Pass, PassResult, Refusal
+from k3fuse.passes.base import PassResult, Refusal
 from k3fuse.passes.form_launches import check_coverage
 from k3fuse.passes.instruments import Dumps, Instrument
 from k3fuse.passes.manager import run_passes
-from k3fuse.passes.numeric_check import Load, NumericCheck, PassCheck
-from k3fuse.passes.pipeline import PIPELINE, STOCK
+from k3fuse.passes.numeric_check import TOLERANCE, Load, NumericCheck, PassCheck
+from k3fuse.passes.pipeline import PIPELINE, STOCK, pass_named
+from k3fuse.report.contents import BucketReport, pass_of
+from k3fuse.roofline import roofline
+from k3fuse.runtime.bundle import (
+    Bucket,
+    BucketContents,
+    CheckpointRef,
+    Contents,
+    Kind,
+    PassRecord,
+    RefusalRecord,
+    cache_key,
+)
 from k3fuse.runtime.plan import Plan
+from k3fuse.target import get_target
 from k3fuse.trace import trace_commit, trace_step
-
-Kind = Literal["step", "verify", "commit"]
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """One graph to compile: a batch of requests, rows a request, and what the graph does."""
-
-    batch: int
-    rows_per_request: int
-    kind: Kind
-
-    @property
-    def name(self) -> str:
-        if self.kind == "step":
-            return f"b{self.batch}"
-        return f"b{self.batch}q{self.rows_per_request}.{self.kind}"
-
 
 @dataclass
 class CompiledBucket:
@@ -56,13 +54,11 @@ class CompiledBucket:
 
 def buckets_of(options: CompileOptions) -> list[Bucket]:
     """The graphs that a compilation makes: a step a batch, and verify and commit if asked for."""
+    rows = options.verify_rows
     found = [Bucket(batch, 1, "step") for batch in options.batches]
-    if options.verify_rows:
-        for batch in options.batches:
-            found += [
-                Bucket(batch, options.verify_rows, "verify"),
-                Bucket(batch, options.verify_rows, "commit"),
-            ]
+    if rows:
+        kinds: tuple[Kind, ...] = ("step", "commit")
+        found += [Bucket(batch, rows, kind) for batch in options.batches for kind in kinds]
     return found
 
 
@@ -72,7 +68,7 @@ def trace_bucket(model: nn.Module, name: str, bucket: Bucket, options: CompileOp
     if bucket.kind == "commit":
         graph = trace_commit(model, rows_per_request=rows, page_size=page_size)
     else:
-        mode = "verify" if bucket.kind == "verify" else "commit"
+        mode = "verify" if rows > 1 else "commit"
         graph = trace_step(model, rows_per_request=rows, mode=mode, page_size=page_size)
     graph.attrs.update(
         {
@@ -100,31 +96,128 @@ def compile_bucket(
     *,
     load: Load | None = None,
     instruments: Sequence[Instrument] = (),
-    on_pass: Callable[[str], None] | None = None,
 ) -> CompiledBucket:
     """Trace, run the pipeline, lower. With `load` every pass is checked numerically."""
     graph = trace_bucket(model, name, bucket, options)
     traced = [origin.site for node in graph.leaves() for origin in node.origins]
     dumps = Dumps()
     check = [NumericCheck(load)] if load is not None else []
-    watchers = [dumps, *check, *instruments, *([_Report(on_pass)] if on_pass else [])]
-    results = run_passes(graph, PIPELINE, instruments=watchers, bisect_limit=options.bisect_limit)
+    results = run_passes(
+        graph,
+        PIPELINE,
+        instruments=[dumps, *check, *instruments],
+        bisect_limit=options.bisect_limit,
+    )
     check_coverage(graph, traced)
     stock = parse_graph(dumps.after_pass(STOCK), STOCK)
     checks = check[0].checks if check else []
     return CompiledBucket(bucket, graph, lower(graph, stock), dumps.texts, results, checks)
 
 
-class _Report(Instrument):
-    """Tells a progress bar which pass has just run."""
+def run_until(
+    model: nn.Module,
+    name: str,
+    bucket: Bucket,
+    options: CompileOptions,
+    last_pass: str,
+    instruments: Sequence[Instrument] = (),
+) -> str:
+    """The IR text of a bucket after the pass of that name."""
+    passes = PIPELINE[: PIPELINE.index(pass_named(last_pass)) + 1]
+    graph = trace_bucket(model, name, bucket, options)
+    run_passes(graph, passes, instruments=instruments, bisect_limit=options.bisect_limit)
+    return print_graph(graph)
 
-    def __init__(self, on_pass: Callable[[str], None]) -> None:
-        self._on_pass = on_pass
 
-    def after(self, item: Pass, graph: Graph, result: PassResult, before: str, text: str) -> None:
-        self._on_pass(item.name)
+def bucket_key(compiled: CompiledBucket) -> str:
+    """How JSON output names a bucket: the batch of a plain step, else the bucket's name."""
+    bucket = compiled.bucket
+    plain = bucket.kind == "step" and bucket.rows_per_request == 1
+    return str(bucket.batch) if plain else bucket.name
 
 
-def pipeline_names() -> list[str]:
-    """The passes in order, for cache keys and reports."""
-    return [item.name for item in PIPELINE]
+def bucket_report(compiled: CompiledBucket, config: Config) -> BucketReport:
+    """A bucket as the reports see it, with the floor of its step."""
+    bucket, plan = compiled.bucket, compiled.plan
+    floor = roofline(config, get_target(plan.target), plan.tp, plan.rows)
+    return BucketReport(
+        name=bucket.name,
+        kind="verify" if bucket.kind == "step" and bucket.rows_per_request > 1 else bucket.kind,
+        plan=plan,
+        plan_hash=plan.hash(),
+        dumps=compiled.dumps,
+        refusals=tuple(compiled.refusals),
+        floor_us=None if bucket.kind == "commit" else 1e3 * floor.floor_ms,
+    )
+
+
+def joint_hash(plans: Sequence[Plan]) -> str:
+    """One hash over the plans of all buckets, in order."""
+    return hashlib.sha256("".join(plan.hash() for plan in plans).encode()).hexdigest()
+
+
+def proofs(compiled: Sequence[CompiledBucket]) -> dict[str, str]:
+    """What was established of every bucket, and what was not, in words."""
+    checks = [check for item in compiled for check in item.checks]
+    if checks:
+        worst = max(check.max_rel_err for check in checks)
+        numbers = (
+            f"checked: after each pass outputs equal the traced forward within {worst:.1e} relative "
+            f"in float64 (allowed {TOLERANCE:.0e})"
+        )
+    else:
+        numbers = "not checked: no weights, or switched off"
+    return {
+        "structure": "verified after each pass: SSA, types and placements, state versions",
+        "coverage": "every traced op is in exactly one launch, the recipe or the ledger of dropped ops",
+        "buffers": "no two live values overlap",
+        "numerics": numbers,
+        "happens_before": "not proven: the schedule proof is not part of this version",
+    }
+
+
+def bundle_contents(
+    model: str,
+    config: Config,
+    options: CompileOptions,
+    compiled: Sequence[CompiledBucket],
+    checkpoint: CheckpointRef | None,
+) -> Contents:
+    """Everything that goes into the bundle of a compilation."""
+    return Contents(
+        model=model,
+        target=options.target,
+        tp=options.tp,
+        dtype="bf16",
+        checkpoint=checkpoint,
+        options=options.as_dict(),
+        cache_key=cache_key(
+            {
+                "version": __version__,
+                "options": options.as_dict(),
+                "config": config,
+                "target": get_target(options.target),
+                "pipeline": [item.name for item in PIPELINE],
+            }
+        ),
+        recipe=merge_recipes([weight_recipe(item.graph) for item in compiled]),
+        buckets=[
+            BucketContents(
+                item.bucket,
+                item.plan,
+                item.graph,
+                [(pass_of(file), text) for file, text in item.dumps.items()],
+            )
+            for item in compiled
+        ],
+        refusals=[
+            RefusalRecord(item.bucket.name, r.pass_name, r.site, r.reason, r.value)
+            for item in compiled
+            for r in item.refusals
+        ],
+        passes=[
+            PassRecord(item.bucket.name, result.name, result.changes)
+            for item in compiled
+            for result in item.results
+        ],
+    )

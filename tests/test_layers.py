@@ -21,8 +21,10 @@ STAGES = {"trace", "passes", "lowering", "runtime"}
 # Component -> the components it may import besides itself. Rows stand from the top down.
 MAY_IMPORT: dict[str, set[str]] = {
     "__main__": {"cli"},
-    "cli": {"compiler", "roofline", "__version__"} | STAGES | MIDDLE | BASE,
-    "compiler": {"roofline", "__version__"} | STAGES | MIDDLE | BASE,
+    "cli": {"compiler", "report", "roofline", "__version__"} | STAGES | MIDDLE | BASE,
+    "compiler": {"report", "roofline", "__version__"} | STAGES | MIDDLE | BASE,
+    "report": {"ir", "passes", "schedule", "runtime", "runtime.plan"} | BASE,
+    "testing": {"ir", "schedule", "passes"} | BASE,
     "trace": {"ir"} | BASE,
     "passes": {"ir", "schedule"} | BASE,
     "lowering": {"ir", "schedule", "kernels", "runtime.plan"} | BASE,

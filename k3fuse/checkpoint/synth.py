@@ -106,8 +106,10 @@ def _check_target(directory: Path, tensors: list[TensorSpec], shards: int) -> No
         raise InputError(f"{shards} shards: expected 1 to {len(tensors)}, the number of tensors")
     if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
         raise InputError(f"{directory}: exists and is not an empty directory; choose another")
-    if not directory.parent.is_dir():
-        raise InputError(f"{directory.parent}: no such directory; create it first")
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{directory.parent}: cannot be created: {error}") from None
     total = sum(map(tensor_bytes, tensors))
     free = shutil.disk_usage(directory.parent).free
     if total > free:

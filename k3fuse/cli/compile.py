@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import dataclasses
+import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Table
 
 from k3fuse.cli.load import Source, builtin_source, open_source, parse_ints, use_one_thread
-from k3fuse.cli.output import Task, console, emit_json, progress
-from k3fuse.compiler import CompiledBucket, buckets_of, bundle_contents, compile_bucket
-from k3fuse.errors import InputError, RefusedError
+from k3fuse.cli.output import Task, console, emit_json, err_console, progress
+from k3fuse.compiler import (
+    CompiledBucket,
+    bucket_key,
+    bucket_report,
+    buckets_of,
+    bundle_contents,
+    compile_bucket,
+    joint_hash,
+    proofs,
+    run_until,
+)
+from k3fuse.errors import InputError
+from k3fuse.ir import Graph
+from k3fuse.models.registry import Config
 from k3fuse.options import CompileOptions
+from k3fuse.passes.base import Pass, PassResult
 from k3fuse.passes.instruments import Dumps, Instrument, PrintAfterAll, PrintChanged
 from k3fuse.passes.numeric_check import Load
 from k3fuse.passes.pipeline import PIPELINE, pass_named
-from k3fuse.report.launches import launches_by_kind
-from k3fuse.report.proofs import proofs
+from k3fuse.report.summary import group_refusals, summarize
 from k3fuse.runtime.bundle import write_bundle
 from k3fuse.target import get_target
 
@@ -45,7 +59,6 @@ def compile_(
     protocol: Annotated[str, typer.Option(help="All-reduce protocol: auto, one_shot, two_shot.")] = "auto",
     prefetch: Annotated[bool, typer.Option(help="Insert L2 prefetch windows.")] = True,
     check: Annotated[bool | None, typer.Option(help="Check numbers after each pass (default: small checkpoints).")] = None,
-    strict: Annotated[bool, typer.Option(help="Fail on anything that was not proven.")] = True,
     print_after_all: Annotated[bool, typer.Option("--print-after-all", help="Print the IR after every pass.")] = False,
     print_changed: Annotated[str | None, typer.Option(help="Print what each pass changed: diff or quiet.")] = None,
     filter_passes: Annotated[str | None, typer.Option(help="Only these passes in printed output.")] = None,
@@ -70,40 +83,177 @@ def compile_(
         prefetch=prefetch,
         bisect_limit=bisect_limit,
     )
-    printers = _printers(print_after_all, print_changed, filter_passes)
     source = _source(model, checkpoint, no_weights)
-    if stop_after is not None:
-        pass_named(stop_after)
-    load = _load_for_checks(source, check)
     buckets = buckets_of(options)
+    module = source.meta_module()
+    printers = _printers(print_after_all, print_changed, filter_passes)
+    if stop_after is not None:
+        sys.stdout.write(run_until(module, model, buckets[0], options, stop_after, printers))
+        return
+    load = _load_for_checks(source, check)
     compiled: list[CompiledBucket] = []
     with progress("compile") as task:
         task.total(len(buckets) * len(PIPELINE))
-        module = source.meta_module()
         for bucket in buckets:
-            instruments = list[Instrument](printers)
+            instruments = list(printers)
             if dump_dir is not None:
                 instruments.append(Dumps(dump_dir / bucket.name))
-            done = compile_bucket(
-                module,
-                model,
-                bucket,
-                options,
-                load=load,
-                instruments=instruments,
-                on_pass=_advance(task, bucket.name),
-                stop_after=stop_after,
+            instruments.append(_ShowPass(task, bucket.name))
+            compiled.append(
+                compile_bucket(module, model, bucket, options, load=load, instruments=instruments)
             )
-            if done is None:
-                return  # stopped; the printers have shown what was asked for
-            compiled.append(done)
-    report = proofs(compiled, strict=strict)
     if output is not None:
-        write_bundle(output, bundle_contents(source.family, source.config, source.checkpoint, model, options, compiled))
-    summary = _summary(model, options, compiled, report)
+        write_bundle(output, bundle_contents(model, source.config, options, compiled, source.reference()),)
+    summary = _summary(model, options, compiled, source.config)
     if json_output:
         emit_json(summary)
     else:
-        _print(summary, compiled, output)
+        _print_tables(compiled, source.config)
+        console.print(_closing_line(summary, output), markup=False)
     if time_passes:
         _print_times(compiled)
+
+
+class _ShowPass(Instrument):
+    """Moves the progress bar on and names the pass that has just run."""
+
+    def __init__(self, task: Task, bucket: str) -> None:
+        self._task, self._bucket = task, bucket
+
+    def after(self, item: Pass, graph: Graph, result: PassResult, before: str, text: str) -> None:
+        self._task.label(f"{self._bucket} {item.name}")
+        self._task.advance()
+
+
+def _source(model: str, checkpoint: Path | None, no_weights: bool) -> Source:
+    if no_weights and checkpoint is not None:
+        raise InputError("--no-weights and a checkpoint exclude each other: leave one out")
+    if no_weights:
+        return builtin_source(model)
+    if checkpoint is None:
+        raise InputError("name a checkpoint directory, or --no-weights for the built-in config")
+    return open_source(model, checkpoint)
+
+
+def _printers(after_all: bool, changed: str | None, only: str | None) -> list[Instrument]:
+    names = only.split(",") if only else []
+    for name in names:
+        pass_named(name)
+    if changed not in (None, "diff", "quiet"):
+        raise InputError(f"--print-changed {changed}: choose diff or quiet")
+    found: list[Instrument] = []
+    if after_all:
+        found.append(PrintAfterAll(sys.stdout.write, names))
+    if changed is not None:
+        found.append(PrintChanged(sys.stdout.write, changed, names))
+    return found
+
+
+def _load_for_checks(source: Source, check: bool | None) -> Load | None:
+    """Where the numeric checks get weights; None when they are off."""
+    if source.checkpoint is None:
+        if check:
+            raise InputError("--check needs weights: give a checkpoint instead of --no-weights")
+        return None
+    return source.weight if check or (check is None and source.parameter_bytes() <= CHECK_BYTES) else None
+
+
+def _summary(
+    model: str, options: CompileOptions, compiled: list[CompiledBucket], config: Config
+) -> dict[str, object]:
+    """What `--json` prints; batches are keys as strings, verify and commit buckets by name."""
+    reports = {bucket_key(c): bucket_report(c, config) for c in compiled}
+    summaries = {key: summarize(report) for key, report in reports.items()}
+    return {
+        "model": model,
+        "target": options.target,
+        "tp": options.tp,
+        "batches": list(options.batches),
+        "verify_rows": options.verify_rows,
+        "plan_hash": joint_hash([c.plan for c in compiled]),
+        "launches": {
+            key: {
+                kind.kind: {
+                    "main": int(kind.main_launches.most),
+                    "aux": int(kind.aux_launches.most),
+                    "prefetch": int(kind.prefetch_launches.most),
+                    "stock": int(kind.stock_launches.most),
+                    "layers": len(kind.layers),
+                }
+                for kind in summary.kinds
+            }
+            for key, summary in summaries.items()
+        },
+        "bytes_per_rank": {
+            key: {
+                "stock": s.stock_bytes,
+                "stock_padding": s.stock_padding_bytes,
+                "planned": s.planned_bytes,
+            }
+            for key, s in summaries.items()
+        },
+        "predicted_us": {key: s.predicted_us for key, s in summaries.items()},
+        "memory_bytes": max(s.memory.total for s in summaries.values()),
+        "memory": {key: dataclasses.asdict(s.memory) for key, s in summaries.items()},
+        "refusals": [
+            {"pass": r.pass_name, "site": r.site, "reason": r.reason, "value": r.value, "bucket": key}
+            for key, report in reports.items()
+            for r in report.refusals
+        ],
+        "proofs": proofs(compiled),
+    }
+
+
+def _print_tables(compiled: list[CompiledBucket], config: Config) -> None:
+    table = Table(title="launches, bytes and predicted time of one rank")
+    for column in ("bucket", "layers", "stock", "main", "aux", "prefetch", "MB a layer", "us a layer"):
+        table.add_column(column, justify="left" if column in ("bucket", "layers") else "right")
+    for item in compiled:
+        summary = summarize(bucket_report(item, config))
+        for kind in summary.kinds:
+            table.add_row(
+                item.bucket.name,
+                f"{kind.kind} x {len(kind.layers)}",
+                str(kind.stock_launches),
+                str(kind.main_launches),
+                str(kind.aux_launches),
+                str(kind.prefetch_launches),
+                f"{kind.planned_bytes.most / 1e6:.1f}",
+                f"{kind.predicted_us.most:.1f}",
+            )
+        table.add_row(
+            item.bucket.name,
+            "whole step",
+            str(summary.stock_launches),
+            *(str(summary.launches[stream]) for stream in ("main", "aux", "prefetch")),
+            f"{summary.planned_bytes / 1e6:.1f} (stock {summary.stock_bytes / 1e6:.1f})",
+            f"{summary.predicted_us:.1f}",
+            end_section=True,
+        )
+    console.print(table)
+    memory = compiled[0].plan.memory
+    console.print(
+        f"memory of one rank: {memory.total / 1e9:.3f} GB (weights {memory.weights / 1e9:.3f}, "
+        f"states {memory.state / 1e9:.3f}, arena {memory.arena / 1e6:.2f} MB, "
+        f"mailboxes {memory.mailboxes / 1e6:.2f} MB)"
+    )
+    for name, text in proofs(compiled).items():
+        console.print(f"{name}: {text}", markup=False)
+    groups = group_refusals(r for item in compiled for r in item.refusals)
+    console.print(f"{sum(g.count for g in groups)} refusals of {len(groups)} kinds (k3fuse inspect --refusals)")
+
+
+def _closing_line(summary: dict[str, object], output: Path | None) -> str:
+    where = f"wrote {output}" if output is not None else "no bundle written (-o DIRECTORY)"
+    return f"{where}, plan {str(summary['plan_hash'])[:16]}"
+
+
+def _print_times(compiled: list[CompiledBucket]) -> None:
+    table = Table("pass", "seconds", title="time of the passes, all buckets")
+    seconds: dict[str, float] = {}
+    for item in compiled:
+        for result in item.results:
+            seconds[result.name] = seconds.get(result.name, 0.0) + result.seconds
+    for name, value in seconds.items():
+        table.add_row(name, f"{value:.3f}")
+    err_console.print(table)

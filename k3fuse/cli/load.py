@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,7 @@ from k3fuse.errors import InputError
 from k3fuse.ir import Value
 from k3fuse.models.registry import Config, ModelFamily, builtin_config, family_of, read_config
 from k3fuse.parameter import ParameterSpec
+from k3fuse.runtime.bundle import Bundle, CheckpointRef
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,15 @@ class Source:
             raise InputError("this needs weights: give a checkpoint directory")
         return self.checkpoint
 
+    def reference(self) -> CheckpointRef | None:
+        """What a bundle remembers of the checkpoint: where it is, and what it must hold."""
+        if self.checkpoint is None:
+            return None
+        layout = sorted((t.name, t.dtype, list(t.shape)) for t in self.checkpoint.tensors.values())
+        text = json.dumps([self.checkpoint.config, layout], sort_keys=True)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        return CheckpointRef(str(self.checkpoint.directory.resolve()), digest)
+
     def parameter(self, path: str) -> Tensor:
         """One parameter by its path in the module."""
         spec = self._by_path()[path]
@@ -70,6 +82,25 @@ def open_source(model: str, directory: Path) -> Source:
     specs = family.parameters(config, checkpoint.dtypes)
     report = audit(checkpoint, specs, tied=config.tie_word_embeddings, values=True)
     return Source(family, config, checkpoint, specs, report)
+
+
+def bundle_source(bundle: Bundle, directory: Path | None) -> Source:
+    """The weights of a bundle: its own checkpoint, or the one given, if it holds the same tensors."""
+    known = bundle.manifest.checkpoint
+    if directory is None and known is None:
+        raise InputError(
+            f"{bundle.directory} was compiled without weights: name a checkpoint with --checkpoint"
+        )
+    source = open_source(
+        bundle.manifest.model, directory if directory is not None else Path(str(known and known.path))
+    )
+    found = source.reference()
+    if known is not None and found is not None and found.fingerprint != known.fingerprint:
+        raise InputError(
+            f"{found.path} holds other tensors, or another config, than the checkpoint that "
+            f"{bundle.directory} was compiled for ({known.path}): compile again"
+        )
+    return source
 
 
 def builtin_source(model: str) -> Source:

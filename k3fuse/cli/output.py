@@ -10,8 +10,16 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-console = Console(soft_wrap=True)
-err_console = Console(stderr=True, soft_wrap=True)
+_WIDE = 160  # columns where there is no terminal to ask: tables in pipes and logs keep their rows
+
+
+def _console(*, stderr: bool) -> Console:
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, soft_wrap=True, width=None if stream.isatty() else _WIDE)
+
+
+console = _console(stderr=False)
+err_console = _console(stderr=True)
 
 
 def emit_json(data: object) -> None:

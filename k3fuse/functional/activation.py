@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from k3fuse.functional.model_op import model_op
-from k3fuse.functional.precision import accumulation_dtype
+from k3fuse.functional.precision import ACCUMULATE
 
 
 @model_op
@@ -16,8 +16,7 @@ def situ_mul(
 
     gate, up [M, I] -> [M, I] in gate's dtype, rounded once (K3 spec 2.6).
     """
-    acc = accumulation_dtype(gate)
-    g, u = gate.to(acc), up.to(acc)
+    g, u = gate.to(ACCUMULATE), up.to(ACCUMULATE)
     soft = beta * torch.tanh(g / beta) * torch.sigmoid(g)
     return (soft * (linear_beta * torch.tanh(u / linear_beta))).to(gate.dtype)
 
@@ -25,12 +24,10 @@ def situ_mul(
 @model_op
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """SwiGLU: gate sigmoid(gate) * up, [M, I] each -> [M, I] in gate's dtype, rounded once."""
-    acc = accumulation_dtype(gate)
-    return (torch.nn.functional.silu(gate.to(acc)) * up.to(acc)).to(gate.dtype)
+    return (torch.nn.functional.silu(gate.to(ACCUMULATE)) * up.to(ACCUMULATE)).to(gate.dtype)
 
 
 @model_op
 def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     """x * sigmoid(gate), [M, P] each -> [M, P] in x's dtype (MLA output gate, K3 spec 2.5)."""
-    acc = accumulation_dtype(x)
-    return (x.to(acc) * torch.sigmoid(gate.to(acc))).to(x.dtype)
+    return (x.to(ACCUMULATE) * torch.sigmoid(gate.to(ACCUMULATE))).to(x.dtype)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from k3fuse.functional.model_op import model_op
-from k3fuse.functional.precision import accumulation_dtype
+from k3fuse.functional.precision import ACCUMULATE
 
 
 @model_op
@@ -25,9 +25,8 @@ def attn_res_mix(
     sum reads the raw ones; the result is rounded once, before the norm that follows (K3 spec 2.3).
     """
     dtype = sources[0].dtype
-    acc = accumulation_dtype(sources[0])
-    query = norm_weight.to(acc) * proj_weight[0].to(acc)
-    values = torch.stack([source.to(acc) for source in sources])
+    query = norm_weight.to(ACCUMULATE) * proj_weight[0].to(ACCUMULATE)
+    values = torch.stack([source.to(ACCUMULATE) for source in sources])
     rstd = torch.rsqrt(values.square().mean(-1) + eps)
     weights = torch.softmax((values * query).sum(-1) * rstd, dim=0)
     return (weights.unsqueeze(-1) * values).sum(0).to(dtype)
@@ -41,11 +40,10 @@ def attn_res_blocks(
 
     snapshots: n tensors [M, D]; query [D] = norm weight * projection. Returns the largest score
     [M], the sum of exp(score - largest) [M] and the exp-weighted sum of the raw snapshots [M, D],
-    all in the accumulation dtype (K3 spec 2.3, two-phase form).
+    all unrounded (K3 spec 2.3, two-phase form).
     """
-    acc = accumulation_dtype(snapshots[0])
-    values = torch.stack([snapshot.to(acc) for snapshot in snapshots])
-    scores = _scores(values, query.to(acc), eps)
+    values = torch.stack([snapshot.to(ACCUMULATE) for snapshot in snapshots])
+    scores = _scores(values, query.to(ACCUMULATE), eps)
     top = scores.amax(0)
     weights = torch.exp(scores - top)
     return top, weights.sum(0), (weights.unsqueeze(-1) * values).sum(0)
@@ -66,9 +64,8 @@ def attn_res_merge(
     query [D]; top and denominator [M] and mixed [M, D] from `attn_res_blocks`. Returns the mix
     [M, D] in prefix's dtype, rounded once (online softmax, K3 spec 2.3).
     """
-    acc = accumulation_dtype(prefix)
-    value = prefix.to(acc)
-    score = _scores(value, query.to(acc), eps)
+    value = prefix.to(ACCUMULATE)
+    score = _scores(value, query.to(ACCUMULATE), eps)
     largest = torch.maximum(top, score)
     blocks, own = torch.exp(top - largest), torch.exp(score - largest)
     total = blocks * denominator + own

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from k3fuse.functional.model_op import model_op
-from k3fuse.functional.precision import accumulation_dtype
+from k3fuse.functional.precision import ACCUMULATE, float32_or_wider
 from k3fuse.functional.slots import live_requests, read_slots, write_slots
 
 _L2_EPS = 1e-6
@@ -182,11 +182,10 @@ def _weights(
     head_dim: int,
     gate_lower_bound: float | None,
 ) -> _Weights:
-    acc = accumulation_dtype(x)
     return _Weights(
-        torch.stack([q_conv, k_conv, v_conv]).squeeze(2).to(acc),
-        torch.exp(a_log.to(acc)).unsqueeze(-1),
-        dt_bias.to(acc).view(-1, head_dim),
+        torch.stack([q_conv, k_conv, v_conv]).squeeze(2).to(ACCUMULATE),
+        torch.exp(a_log.to(ACCUMULATE)).unsqueeze(-1),
+        dt_bias.to(ACCUMULATE).view(-1, head_dim),
         gate_lower_bound,
     )
 
@@ -206,7 +205,7 @@ def _run(
         outputs.append(o)
     o = torch.stack(outputs, dim=1)
     o = torch.where(live_requests(slots).view(-1, 1, 1), o, 0)
-    return o.flatten(0, 1), conv, recurrent
+    return o.flatten(0, 1).to(float32_or_wider(inputs.f.dtype)), conv, recurrent
 
 
 def _advance(
@@ -217,20 +216,19 @@ def _advance(
     recurrent: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One row of every request: o [R, P] and the next conv and recurrent states [R, ...]."""
-    acc = weights.conv.dtype
     heads, head_dim = weights.dt_bias.shape
 
-    window = torch.cat([conv.to(acc), inputs.qkv[:, row].to(acc).unsqueeze(-1)], dim=-1)
+    window = torch.cat([conv.to(ACCUMULATE), inputs.qkv[:, row].to(ACCUMULATE).unsqueeze(-1)], dim=-1)
     qkv = torch.nn.functional.silu((window * weights.conv).sum(-1))
     q, k, v = torch.unflatten(qkv, -1, (heads, head_dim)).unbind(1)
     q, k = _l2_norm(q) * head_dim**-0.5, _l2_norm(k)
 
-    logits = torch.unflatten(inputs.f[:, row].to(acc), -1, (heads, head_dim)) + weights.dt_bias
+    logits = torch.unflatten(inputs.f[:, row].to(ACCUMULATE), -1, (heads, head_dim)) + weights.dt_bias
     decay = torch.exp(_log_decay(logits, weights))
-    beta = torch.sigmoid(inputs.b[:, row].to(acc)).unsqueeze(-1)
+    beta = torch.sigmoid(inputs.b[:, row].to(ACCUMULATE)).unsqueeze(-1)
 
     # Products and sums instead of matmul: a row's bits must not depend on how many run with it.
-    state = recurrent.to(acc) * decay.unsqueeze(-2)
+    state = recurrent.to(ACCUMULATE) * decay.unsqueeze(-2)
     delta = beta * (v - (state * k.unsqueeze(-2)).sum(-1))
     state = state + delta.unsqueeze(-1) * k.unsqueeze(-2)
     o = (state * q.unsqueeze(-2)).sum(-1)

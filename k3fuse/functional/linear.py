@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from k3fuse.functional.model_op import model_op
-from k3fuse.functional.precision import accumulation_dtype
+from k3fuse.functional.precision import ACCUMULATE
 
 
 @model_op
@@ -17,8 +17,7 @@ def linear(
     `out_dtype` defaults to x's dtype. Router and LM head ask for float32, which a float64 run
     keeps as float64 (K3 spec 2.0).
     """
-    acc = accumulation_dtype(x)
-    y = x.to(acc) @ weight.to(acc).T
+    y = x.to(ACCUMULATE) @ weight.to(ACCUMULATE).T
     if out_dtype is None:
         return y.to(x.dtype)
     if x.dtype == torch.float64:

@@ -1,4 +1,4 @@
-"""Multi-head latent attention over a paged latent cache, expanded and absorbed.
+"""Multi-head latent attention over a paged latent cache, whole and in its absorbed parts.
 
 A cache row is [latent c | k_pe] of one position, shared by all heads. No rotation is applied: the
 rope part only takes part in the dot product (K3 spec 2.5).
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from k3fuse.functional.model_op import model_op
-from k3fuse.functional.precision import accumulation_dtype
+from k3fuse.functional.precision import ACCUMULATE
 from k3fuse.functional.slots import live_requests
 
 
@@ -61,27 +61,29 @@ def mla_attend(
     v_dim: int,
     rows_per_request: int,
 ) -> torch.Tensor:
-    """Causal attention with keys and values expanded from the cached latents.
+    """Causal attention of all heads over the cached latents.
 
     q [M, heads * (nope + rope)]; kv_b_weight [heads * (nope + v), kv_lora], each head's key rows
     before its value rows; the rest as in `mla_append`. Row i of request r sees positions
-    0 .. lengths[r] + i. Returns [M, heads * v] in q's dtype, rounded once; 0 for padding.
+    0 .. lengths[r] + i. Returns [M, heads * v] in q's dtype; 0 for padding.
+
+    Defined by the absorbed form, and rounded where engines that absorb round: the query in latent
+    space, the mixed latents, and the result (K3 spec 2.5).
     """
-    acc = accumulation_dtype(q)
-    kv_lora = kv_b_weight.shape[1]
-    kv_b = torch.unflatten(kv_b_weight.to(acc), 0, (-1, nope_dim + v_dim))
-    heads = kv_b.shape[0]
-    context = _gather_pages(cache, block_table).to(acc)
-    latent, k_pe = context[..., :kv_lora], context[..., kv_lora:]
-    expanded = torch.einsum("rsc,hdc->rhsd", latent, kv_b)
-    keys = torch.cat(
-        [expanded[..., :nope_dim], k_pe.unsqueeze(1).expand(-1, heads, -1, -1)], dim=-1
+    kv_b = torch.unflatten(kv_b_weight, 0, (-1, nope_dim + v_dim))
+    query = mla_absorb_query(q, kv_b[:, :nope_dim], nope_dim=nope_dim, rope_dim=rope_dim)
+    latent = mla_attend_latent(
+        query,
+        cache,
+        block_table,
+        lengths,
+        slots,
+        kv_lora=kv_b_weight.shape[1],
+        rope_dim=rope_dim,
+        softmax_scale=(nope_dim + rope_dim) ** -0.5,
+        rows_per_request=rows_per_request,
     )
-    # One query a head: [R, rows, heads, 1, nope + rope].
-    queries = q.to(acc).view(-1, rows_per_request, heads, 1, nope_dim + rope_dim)
-    scale = (nope_dim + rope_dim) ** -0.5
-    o = _attend(queries, keys, expanded[..., nope_dim:], lengths, slots, scale)
-    return o.reshape(q.shape[0], heads * v_dim).to(q.dtype)
+    return mla_value(latent, kv_b[:, nope_dim:])
 
 
 @model_op
@@ -93,9 +95,8 @@ def mla_absorb_query(
     q [M, heads * (nope + rope)], w_uk [heads, nope, kv_lora] -> [M, heads * (kv_lora + rope)],
     rounded to q's dtype.
     """
-    acc = accumulation_dtype(q)
     heads = torch.unflatten(q, -1, (-1, nope_dim + rope_dim))
-    latent = torch.einsum("mhn,hnc->mhc", heads[..., :nope_dim].to(acc), w_uk.to(acc))
+    latent = torch.einsum("mhn,hnc->mhc", heads[..., :nope_dim].to(ACCUMULATE), w_uk.to(ACCUMULATE))
     return torch.cat([latent.to(q.dtype), heads[..., nope_dim:]], dim=-1).flatten(1)
 
 
@@ -117,11 +118,10 @@ def mla_attend_latent(
     q_latent [M, heads * (kv_lora + rope)]; the rest as in `mla_attend`. Returns the mixed
     latents [M, heads * kv_lora] in q_latent's dtype, rounded once; 0 for padding.
     """
-    acc = accumulation_dtype(q_latent)
     width = kv_lora + rope_dim
     # All heads query one shared key: [R, rows, 1, heads, kv_lora + rope].
-    queries = q_latent.to(acc).view(-1, rows_per_request, 1, q_latent.shape[1] // width, width)
-    keys = _gather_pages(cache, block_table).to(acc).unsqueeze(1)
+    queries = q_latent.to(ACCUMULATE).view(-1, rows_per_request, 1, q_latent.shape[1] // width, width)
+    keys = _gather_pages(cache, block_table).to(ACCUMULATE).unsqueeze(1)
     o = _attend(queries, keys, keys[..., :kv_lora], lengths, slots, softmax_scale)
     return o.reshape(q_latent.shape[0], -1).to(q_latent.dtype)
 
@@ -131,9 +131,8 @@ def mla_value(o_latent: torch.Tensor, w_uv: torch.Tensor) -> torch.Tensor:
     """Expand mixed latents to values: o_latent [M, heads * kv_lora], w_uv [heads, v, kv_lora]
     -> [M, heads * v] in o_latent's dtype, rounded once.
     """
-    acc = accumulation_dtype(o_latent)
-    heads = torch.unflatten(o_latent.to(acc), -1, (w_uv.shape[0], -1))
-    return torch.einsum("mhc,hvc->mhv", heads, w_uv.to(acc)).flatten(1).to(o_latent.dtype)
+    heads = torch.unflatten(o_latent.to(ACCUMULATE), -1, (w_uv.shape[0], -1))
+    return torch.einsum("mhc,hvc->mhv", heads, w_uv.to(ACCUMULATE)).flatten(1).to(o_latent.dtype)
 
 
 def _gather_pages(cache: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from k3fuse.functional import mxfp4
 from k3fuse.functional.activation import silu_mul, situ_mul
 from k3fuse.functional.model_op import model_op
-from k3fuse.functional.precision import accumulation_dtype
+from k3fuse.functional.precision import ACCUMULATE
 
 # Gathered expert weights are copies, so a long prefill goes through in chunks of this many
 # elements of one weight (64 MiB in float32).
@@ -52,15 +52,18 @@ def moe_experts(
     activation: Literal["situ", "silu"],
     beta: float = 0.0,
     linear_beta: float = 0.0,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Weighted sum of the chosen experts' gated MLPs: z [M, Z] -> [M, Z] in z's dtype.
+    """Weighted sum of the chosen experts' gated MLPs: z [M, Z] -> [M, Z] in `out_dtype`.
+
+    `out_dtype` defaults to z's dtype; a rank that holds a slice of I asks for float32, so that the
+    sum over ranks is rounded once (a float64 run keeps float64).
 
     ids [M, k] int32 and weights [M, k] float32 from `route_topk`. w1 (gate) and w3 (up)
     [E, I, Z], w2 (down) [E, Z, I]; with scales the weights are MXFP4: packed uint8 [E, I, Z/2],
     [E, Z, I/2] and scales uint8 [E, I, Z/32], [E, Z, I/32]. The activation is rounded to z's
     dtype, everything else is rounded once at the end (K3 spec 2.8).
     """
-    acc = accumulation_dtype(z)
     experts = ids.flatten().long()
     rows = z.repeat_interleave(ids.shape[1], dim=0)
     per_expert = w1.shape[1] * z.shape[1]
@@ -68,16 +71,17 @@ def moe_experts(
     outputs: list[torch.Tensor] = []
     for start in range(0, rows.shape[0], chunk):
         chosen = experts[start : start + chunk]
-        x = rows[start : start + chunk].to(acc)
+        x = rows[start : start + chunk].to(ACCUMULATE)
         gate = _project(x, w1, w1_scale, chosen).to(z.dtype)
         up = _project(x, w3, w3_scale, chosen).to(z.dtype)
         if activation == "situ":
             hidden = situ_mul(gate, up, beta=beta, linear_beta=linear_beta)
         else:
             hidden = silu_mul(gate, up)
-        outputs.append(_project(hidden.to(acc), w2, w2_scale, chosen))
+        outputs.append(_project(hidden.to(ACCUMULATE), w2, w2_scale, chosen))
     y = torch.unflatten(torch.cat(outputs), 0, tuple(ids.shape))
-    return (weights.to(acc).unsqueeze(-1) * y).sum(1).to(z.dtype)
+    total = (weights.to(ACCUMULATE).unsqueeze(-1) * y).sum(1)
+    return total if z.dtype == torch.float64 else total.to(out_dtype or z.dtype)
 
 
 def _project(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from k3fuse.functional.model_op import model_op
-from k3fuse.functional.precision import accumulation_dtype
+from k3fuse.functional.precision import ACCUMULATE
 
 
 @model_op
@@ -14,8 +14,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, *, eps: float) -> torch.Tens
 
     x [M, D], weight [D] -> [M, D] (K3 spec 2.0; the engines' single rounding).
     """
-    acc = accumulation_dtype(x)
-    return (_normalize(x.to(acc), eps) * weight.to(acc)).to(x.dtype)
+    return (_normalize(x.to(ACCUMULATE), eps) * weight.to(ACCUMULATE)).to(x.dtype)
 
 
 @model_op
@@ -27,10 +26,9 @@ def gated_rms_norm(
     o [M, P] float32, gate [M, P], weight [Dh] shared by the P / Dh heads -> [M, P]
     (K3 spec 2.4, last two lines).
     """
-    acc = accumulation_dtype(o, gate)
-    heads = torch.unflatten(o.to(acc), -1, (-1, weight.shape[0]))
-    normed = (_normalize(heads, eps) * weight.to(acc)).flatten(-2)
-    return (normed * torch.sigmoid(gate.to(acc))).to(gate.dtype)
+    heads = torch.unflatten(o.to(ACCUMULATE), -1, (-1, weight.shape[0]))
+    normed = (_normalize(heads, eps) * weight.to(ACCUMULATE)).flatten(-2)
+    return (normed * torch.sigmoid(gate.to(ACCUMULATE))).to(gate.dtype)
 
 
 def _normalize(x: torch.Tensor, eps: float) -> torch.Tensor:

@@ -1,17 +1,18 @@
-"""The dtype that an op computes in."""
+"""The dtypes that an op computes in and gives its wider results in."""
 
 from __future__ import annotations
 
 import torch
 
+ACCUMULATE = torch.float64
+"""Every op computes in float64 and rounds where the contract says (K3 spec section 2.0).
 
-def accumulation_dtype(*tensors: torch.Tensor) -> torch.dtype:
-    """float32 for inputs of 32 bits or fewer, float64 as soon as one input is float64.
+The contract asks for float32 accumulation. The reference accumulates wider, so that the order of a
+sum does not show in its results: the stock forward, any split of it over ranks and any fusion of
+it round the same numbers to the same bits.
+"""
 
-    Every op computes in this dtype and rounds once to its result dtype, so a float64 run is
-    float64 throughout (K3 spec section 2.0).
-    """
-    dtype = torch.float32
-    for tensor in tensors:
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    return dtype
+
+def float32_or_wider(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a result that the contract states in float32: float64 in a float64 run."""
+    return torch.promote_types(dtype, torch.float32)

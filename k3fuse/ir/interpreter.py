@@ -10,7 +10,7 @@ from torch import Tensor
 from k3fuse.errors import VerifyError
 from k3fuse.ir.graph import Graph, Node, Value
 from k3fuse.ir.op import Context, op_named
-from k3fuse.tensor_type import TensorType
+from k3fuse.tensor_type import DType, TensorType
 
 Ranks = list[Tensor]
 """What each rank holds of one value, in rank order."""
@@ -49,6 +49,9 @@ def _bits(tensor: Tensor) -> Tensor:
 class Environment:
     """Values of a running graph. Executors subclass it to keep values in planned buffers."""
 
+    exact = False
+    """Whether values are float64 whatever their types say, so that nothing may round them."""
+
     def __init__(self) -> None:
         self._values: dict[int, Ranks] = {}
 
@@ -79,17 +82,21 @@ def run_node(node: Node, env: Environment, tp: int, dims: Mapping[str, int]) -> 
     """Run one leaf on every rank."""
     op = op_named(node.op)
     operands = [env.read(v) for v in node.operands]
+    types = tuple(v.type for v in node.operands)
     if op.group_reference is not None:
-        per_rank = op.group_reference([[o[r] for o in operands] for r in range(tp)], node.attrs)
+        ctx = Context(tp, types=types, exact=env.exact)
+        by_rank = [[o[r] for o in operands] for r in range(tp)]
+        per_rank = op.group_reference(by_rank, node.attrs, ctx)
     else:
         assert op.reference is not None
         shape: tuple[int, ...] = ()
         if node.results:
             local = node.results[0].type.local_shape(tp)
             shape = tuple(dims[d] if isinstance(d, str) else d for d in local)
-        types = tuple(v.type for v in node.operands)
         per_rank = [
-            op.reference([o[r] for o in operands], node.attrs, Context(tp, r, shape, types))
+            op.reference(
+                [o[r] for o in operands], node.attrs, Context(tp, r, shape, types, env.exact)
+            )
             for r in range(tp)
         ]
     for index, result in enumerate(node.results):
@@ -114,6 +121,10 @@ def run(
     env = Environment()
     tensors = [inputs[v.name] for v in graph.inputs]
     dims = bind_dims([v.type for v in graph.inputs], [t.shape for t in tensors])
+    env.exact = any(
+        tensor.dtype == torch.float64 and value.type.dtype != DType.F64
+        for value, tensor in zip(graph.inputs, tensors, strict=True)
+    )
     for value, tensor in zip(graph.inputs, tensors, strict=True):
         env.write(value, shard_tensor(tensor, value.type, tp))
     keep = {id(v) for v in graph.outputs}

@@ -20,19 +20,21 @@ class TypeRuleError(K3FuseError):
 class Context:
     """What a rule or a reference may know of its surroundings.
 
-    References also get `shape`, what this rank holds of the first result, and the operand `types`.
+    References also get `shape`, what this rank holds of the first result, the operand `types`, and
+    `exact`: whether everything is computed in float64 and nothing is rounded.
     """
 
     tp: int = 1
     rank: int = 0
     shape: tuple[int, ...] = ()
     types: tuple[TensorType, ...] = ()
+    exact: bool = False
 
 
 Attrs = Mapping[str, Attr]
 Infer = Callable[[list[TensorType], Attrs, Context], list[TensorType]]
 LocalReference = Callable[[list[Tensor], Attrs, Context], tuple[Tensor, ...]]
-GroupReference = Callable[[list[list[Tensor]], Attrs], list[tuple[Tensor, ...]]]
+GroupReference = Callable[[list[list[Tensor]], Attrs, Context], list[tuple[Tensor, ...]]]
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,8 @@ class Op:
     `reference` computes one rank's results from its local operands. A collective has
     `group_reference` instead: it sees the operands of all ranks in rank order. `updates` maps a
     state operand to the result that is its next version. An op with `effect` has no results and
-    is kept by dead-code elimination (an L2 prefetch).
+    is kept by dead-code elimination (an L2 prefetch). The f32 results of a `wide` op are parts of a
+    sum that is not rounded yet: the reference keeps them in float64, as it accumulated them.
     """
 
     name: str
@@ -53,6 +56,7 @@ class Op:
     updates: Mapping[int, int] = field(default_factory=dict[int, int])
     commutative: bool = False
     effect: bool = False
+    wide: bool = False
     doc: str = ""
 
     @property

@@ -39,6 +39,7 @@ class _Parser:
     def parse(self) -> Graph:
         graph: Graph | None = None
         group: Node | None = None
+        closed = False
         for number, raw in enumerate(self.lines, start=1):
             self.number = number
             line = raw.split("  //", 1)[0].strip()
@@ -53,8 +54,10 @@ class _Parser:
                     leaf = self._node(line)
                     leaf.parent = group
                     group.body.append(leaf)
+            elif closed:
+                raise self.fail(f"text behind the graph: '{line[:60]}'")
             elif line == "}":
-                return graph
+                closed = True
             elif line == "return" or line.startswith("return "):
                 graph.outputs = self._operands(line[6:])
             elif match := _INPUT.match(line):
@@ -69,7 +72,9 @@ class _Parser:
                 graph.nodes.append(group)
             else:
                 graph.nodes.append(self._node(line))
-        raise self.fail("the graph is not closed by '}'" if graph else "no 'graph NAME {' found")
+        if graph is None or not closed:
+            raise self.fail("the graph is not closed by '}'" if graph else "no 'graph NAME {' line")
+        return graph
 
     def _head(self, line: str) -> Graph:
         match = _HEAD.match(line)
@@ -137,21 +142,18 @@ class _Parser:
             raise self.fail(f"not attributes: '{text[:60]}'")
         rest, decoder = text[1:-1], json.JSONDecoder()
         while rest:
-            key, equals, rest = rest.partition("=")
+            key, _, rest = rest.partition("=")
             try:
                 value, end = decoder.raw_decode(rest)
             except json.JSONDecodeError:
                 raise self.fail(f"attribute '{key.strip()}' has no JSON value") from None
-            if not equals:
-                raise self.fail(f"attribute '{key}' has no value")
-            attrs[key.strip()] = _frozen(value)
+            attrs[key.strip()] = self._frozen(value)
             rest = rest[end:].lstrip(", ")
         return attrs
 
-
-def _frozen(value: object) -> Attr:
-    if isinstance(value, list):
-        return tuple(_frozen(v) for v in cast("list[object]", value))
-    if value is None or isinstance(value, int | float | str | bool):
-        return value
-    raise ParseError(f"attribute value {value!r} is no number, string, list, true, false or null")
+    def _frozen(self, value: object) -> Attr:
+        if isinstance(value, list):
+            return tuple(self._frozen(v) for v in cast("list[object]", value))
+        if value is None or isinstance(value, int | float | str | bool):
+            return value
+        raise self.fail(f"attribute value {value} is no number, string, list, true, false or null")

@@ -38,6 +38,10 @@ def verify(graph: Graph) -> None:
                 if result.producer is not node:
                     raise VerifyError(f"%{result.name} names another producer\n{print_node(node)}")
                 define(result, print_node(node))
+    nodes = {id(node) for node in graph.leaves()}
+    for value in graph.values():
+        if any(id(node) not in nodes or node.operands[i] is not value for node, i in value.uses):
+            raise VerifyError(f"%{value.name} lists a use that is not in the graph")
     for value in graph.outputs:
         if id(value) not in defined:
             raise VerifyError(f"the graph returns %{value.name}, which nothing defines")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from k3fuse.errors import RefusedError
 from k3fuse.ir import Graph, Node, Value, state_roots
-from k3fuse.ir.ops.collective import PUSHES
+from k3fuse.lowering.mailboxes import is_pushed
 from k3fuse.runtime.plan import Buffer
 from k3fuse.schedule.edges import launches_of, parse_edge, stream_of
 
@@ -85,8 +85,7 @@ def live_buffers(graph: Graph) -> list[Buffer]:
     found: list[Buffer] = []
     for launch in launches:
         for value in launch.outputs(graph):
-            assert value.producer is not None
-            if id(value) in elsewhere or value.producer.op in PUSHES:
+            if id(value) in elsewhere or is_pushed(value):
                 continue
             readers = [windows[id(top)].last for top in _tops(value)]
             last = len(launches) - 1 if id(value) in returned else max(readers)
@@ -123,7 +122,9 @@ def check_buffers(buffers: Sequence[Buffer]) -> None:
     alive: list[Buffer] = []
     for buffer in sorted(buffers, key=lambda b: b.first):
         if buffer.offset % ALIGNMENT:
-            raise RefusedError(f"buffer %{buffer.value} at {buffer.offset} is not {ALIGNMENT}-aligned")
+            raise RefusedError(
+                f"buffer %{buffer.value} at {buffer.offset} is not {ALIGNMENT}-aligned"
+            )
         alive = [b for b in alive if b.last >= buffer.first]
         for other in alive:
             if (
@@ -131,10 +132,7 @@ def check_buffers(buffers: Sequence[Buffer]) -> None:
                 and buffer.offset < other.offset + other.bytes
             ):
                 raise RefusedError(
-                    f"buffers of %{other.value} (launches {other.first} to {other.last}, bytes "
-                    f"{other.offset} to {other.offset + other.bytes}) and %{buffer.value} (launches "
-                    f"{buffer.first} to {buffer.last}, bytes {buffer.offset} to "
-                    f"{buffer.offset + buffer.bytes}) overlap: assign the buffers again"
+                    f"buffers of {_span(other)} and {_span(buffer)} overlap: assign them again"
                 )
         alive.append(buffer)
 
@@ -151,6 +149,12 @@ def _tops(value: Value) -> list[Node]:
 
 def _alive_with(buffer: Buffer, others: Iterable[Buffer]) -> list[Buffer]:
     return [b for b in others if b.first <= buffer.last and buffer.first <= b.last]
+
+
+def _span(buffer: Buffer) -> str:
+    end = buffer.offset + buffer.bytes
+    positions = f"launches {buffer.first} to {buffer.last}"
+    return f"%{buffer.value} ({positions}, bytes {buffer.offset} to {end})"
 
 
 def _aligned(size: int) -> int:

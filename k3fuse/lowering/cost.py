@@ -26,7 +26,7 @@ from typing import Literal
 from k3fuse.errors import K3FuseError
 from k3fuse.expected import expected_distinct_experts
 from k3fuse.ir import Graph, Node, Value
-from k3fuse.ir.ops.collective import PUSHES
+from k3fuse.lowering.mailboxes import is_pushed
 from k3fuse.target import Target
 from k3fuse.tensor_type import DType
 
@@ -120,7 +120,7 @@ class CostModel:
             size = hint.attrs["bytes"]
             assert isinstance(size, int)
             return target.launch_edge_us + size / target.read_bandwidth * _MICROSECONDS
-        waits = any(v.producer is not None and v.producer.op in PUSHES for v in node.inputs())
+        waits = any(is_pushed(v) for v in node.inputs())
         return (
             target.launch_edge_us
             + (target.cold_start_us if cold else 0.0)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from k3fuse.ir import Graph, Node, Value
+from collections.abc import Sequence
+from dataclasses import replace
+
+from k3fuse.errors import K3FuseError
+from k3fuse.ir import Graph, Node, Value, print_node
 from k3fuse.schedule.edges import launches_of
 
 
@@ -29,19 +33,60 @@ def weight_recipe(graph: Graph) -> Graph:
             needed.update(id(v) for v in node.operands)
             chosen.append(node)
     recipe = Graph("recipe", {"tp": graph.tp})
-    copies: dict[int, Value] = {}
+    values: dict[str, Value] = {}
     for value in graph.inputs:
         if id(value) in needed:
-            copies[id(value)] = Value(value.name, value.type, value.kind, value.binding)
-            recipe.inputs.append(copies[id(value)])
+            values[value.name] = Value(value.name, value.type, value.kind, value.binding)
+            recipe.inputs.append(values[value.name])
     for node in reversed(chosen):
-        copy = Node(node.op, [copies[id(v)] for v in node.operands], dict(node.attrs), [])
-        copy.origins = node.origins
-        for index, operand in enumerate(copy.operands):
-            operand.uses.append((copy, index))
-        for result in node.results:
-            copies[id(result)] = Value(result.name, result.type, producer=copy)
-            copy.results.append(copies[id(result)])
-        recipe.nodes.append(copy)
-    recipe.outputs = [copies[id(v)] for v in outputs]
+        _copy_node(node, values, recipe)
+    recipe.outputs = [values[v.name] for v in outputs]
     return recipe
+
+
+def merge_recipes(recipes: Sequence[Graph]) -> Graph:
+    """One recipe for all buckets of a bundle: values of one name are the same value,
+    made the same way from the same weights, whatever their origins.
+
+    Raises K3FuseError when two buckets define a name differently, since they could not share the
+    weights.
+    """
+    merged = Graph("recipe", dict(recipes[0].attrs))
+    values: dict[str, Value] = {}
+    lines: dict[str, str] = {}
+    returned: dict[str, Value] = {}
+    for recipe in recipes:
+        for value in recipe.inputs:
+            text = f"{value.binding}: {value.type}"
+            if lines.setdefault(value.name, text) != text:
+                raise _differs(value.name, lines[value.name], text)
+            if value.name not in values:
+                values[value.name] = Value(value.name, value.type, value.kind, value.binding)
+                merged.inputs.append(values[value.name])
+        for node in recipe.nodes:
+            text = print_node(replace(node, origins=()))
+            name = node.results[0].name
+            if lines.setdefault(name, text) != text:
+                raise _differs(name, lines[name], text)
+            if name not in values:
+                _copy_node(node, values, merged)
+        for value in recipe.outputs:
+            returned[value.name] = values[value.name]
+    merged.outputs = list(returned.values())
+    return merged
+
+
+def _copy_node(node: Node, values: dict[str, Value], into: Graph) -> None:
+    """Append a copy of a leaf to a graph whose values are given by name, and enter its results."""
+    copy = Node(node.op, [values[v.name] for v in node.operands], dict(node.attrs), [])
+    copy.origins = node.origins
+    for index, operand in enumerate(copy.operands):
+        operand.uses.append((copy, index))
+    for result in node.results:
+        values[result.name] = Value(result.name, result.type, producer=copy)
+        copy.results.append(values[result.name])
+    into.nodes.append(copy)
+
+
+def _differs(name: str, first: str, second: str) -> K3FuseError:
+    return K3FuseError(f"two buckets define weight %{name} differently:\n  {first}\n  {second}")

@@ -19,7 +19,6 @@ from k3fuse.models.kimi_config import KimiConfig
 from k3fuse.models.kimi_layers import (
     Embedding,
     Factory,
-    Head,
     KdaAttention,
     Linear,
     MlaAttention,
@@ -153,7 +152,7 @@ class KimiModel(nn.Module):
         new = Factory(torch.device(device), kda_dtype)
         self.config = config
         self.model = Decoder(new, config)
-        self.lm_head = Head(new, config.hidden_size, config.vocab_size)
+        self.lm_head = Linear(new, config.hidden_size, config.vocab_size)
 
     def forward(
         self,
@@ -171,7 +170,7 @@ class KimiModel(nn.Module):
         """
         step = Step(inputs.lengths, inputs.block_table, inputs.slots, rows_per_request, mode)
         hidden, new_state = self.model(inputs.tokens, state, step)
-        logits = self.lm_head(hidden)
+        logits = self.lm_head(hidden, torch.float32)
         return StepOutputs(logits, functional.argmax(logits), hidden, new_state)
 
     def commit(

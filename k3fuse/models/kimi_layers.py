@@ -40,17 +40,9 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = new(outputs, inputs)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [M, inputs] -> [M, outputs] in x's dtype."""
-        return functional.linear(x, self.weight)
-
-
-class Head(Linear):
-    """A projection whose result keeps the accumulation precision: LM head."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [M, hidden] -> logits [M, V] float32."""
-        return functional.linear(x, self.weight, out_dtype=torch.float32)
+    def forward(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        """x [M, inputs] -> [M, outputs] in `out_dtype`, by default x's."""
+        return functional.linear(x, self.weight, out_dtype=out_dtype)
 
 
 class Embedding(nn.Module):
@@ -253,9 +245,9 @@ class Mlp(nn.Module):
         self.up_proj = Linear(new, config.hidden_size, width)
         self.down_proj = Linear(new, width, config.hidden_size)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [M, hidden] -> [M, hidden]."""
-        return self.down_proj(self.activation(self.gate_proj(x), self.up_proj(x)))
+    def forward(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        """x [M, hidden] -> [M, hidden] in `out_dtype`, by default x's."""
+        return self.down_proj(self.activation(self.gate_proj(x), self.up_proj(x)), out_dtype)
 
 
 class Router(nn.Module):
@@ -301,8 +293,14 @@ class Experts(nn.Module):
             else:
                 self.register_parameter(name, new(count, rows, columns))
 
-    def forward(self, z: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """z [M, Z] and the router's choice -> the weighted sum [M, Z]."""
+    def forward(
+        self,
+        z: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """z [M, Z] and the router's choice -> the weighted sum [M, Z] in `out_dtype` or z's."""
         if self.packed:
             operands = (
                 *(self.w1_packed, self.w3_packed, self.w2_packed),
@@ -311,7 +309,9 @@ class Experts(nn.Module):
         else:
             operands = (self.w1, self.w3, self.w2)
         tensors = cast(tuple[torch.Tensor, ...], operands)
-        return functional.moe_experts(z, ids, weights, *tensors, **self.activation._asdict())
+        return functional.moe_experts(
+            z, ids, weights, *tensors, **self.activation._asdict(), out_dtype=out_dtype
+        )
 
 
 class SparseMoe(nn.Module):
@@ -334,9 +334,10 @@ class SparseMoe(nn.Module):
         """x [M, hidden] -> [M, hidden]."""
         ids, weights = self.gate(x)
         z = self.routed_expert_down_proj(x) if self.has_latent else x
+        if not self.has_latent:  # one rounding of the whole sum, so that ranks can share a reduce
+            routed = self.experts(z, ids, weights, out_dtype=torch.float32)
+            return (routed + self.shared_experts(x, out_dtype=torch.float32)).to(x.dtype)
         routed = self.experts(z, ids, weights)
-        if self.has_latent:
-            if self.has_latent_norm:
-                routed = self.routed_expert_norm(routed)
-            routed = self.routed_expert_up_proj(routed)
-        return routed + self.shared_experts(x)
+        if self.has_latent_norm:
+            routed = self.routed_expert_norm(routed)
+        return self.routed_expert_up_proj(routed) + self.shared_experts(x)

@@ -9,7 +9,7 @@ from k3fuse.ir.ops.collective import PUSHES
 from k3fuse.passes.base import Edit, Pass
 from k3fuse.passes.roles import has_bulk, waits_on_peers
 
-EPILOGUE_OPS = (*PUSHES, "add", "argmax_local", "silu_mul", "situ_mul", "sigmoid_mul")
+EPILOGUE_OPS = (*PUSHES, "add", "cast", "argmax_local", "silu_mul", "situ_mul", "sigmoid_mul")
 """Elementwise or per-tile ops that a producer can apply to what it has just computed."""
 
 _FROM_PEERS = ("sum_slots", *PUSHES)

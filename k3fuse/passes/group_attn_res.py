@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar
 
 from k3fuse.ir import Node
@@ -29,5 +30,6 @@ class GroupAttnRes(Pass):
             if node.op == "attn_res_blocks":
                 sites.setdefault(tuple(id(v) for v in node.operands[1:]), []).append(node)
         for nodes in sites.values():
-            layer = parent_name(parent_name(nodes[0].results[0].name))
+            mix = re.sub(r"\.\d+$", "", parent_name(nodes[0].results[0].name))  # mix.2 is a mix
+            layer = parent_name(mix)
             edit.try_fuse(nodes, f"{layer or 'output'}.attn_res_blocks")

@@ -13,13 +13,13 @@ class LowerCollectives(Pass):
     """Choose a protocol for every collective and spell it out.
 
     Before:
-        %y: bf16[M,7168] = all_reduce(%y.local)
+        %y: bf16[M,7168] = all_reduce(%y.local) {out="bf16"}
     After, one-shot (every rank sends all it has to every rank):
-        %y.slots: bf16[16,M,7168] = push_partial(%y.local)
-        %y: bf16[M,7168] = sum_slots(%y.slots)
+        %y.slots: f32[16,M,7168] = push_partial(%y.local)
+        %y: bf16[M,7168] = sum_slots(%y.slots) {out="bf16"}
     After, two-shot (owners of column blocks reduce, then broadcast):
-        %y.slots: bf16[16,M,7168]@S(2) = push_chunks(%y.local) {dim=1}
-        %y.shard: bf16[M,7168]@S(1) = sum_slots(%y.slots)
+        %y.slots: f32[16,M,7168]@S(2) = push_chunks(%y.local) {dim=1}
+        %y.shard: bf16[M,7168]@S(1) = sum_slots(%y.slots) {out="bf16"}
         %y: bf16[M,7168] = push_gather(%y.shard) {dim=1}
 
     One-shot costs one hop and T messages a rank, two-shot two hops, a launch and two messages'
@@ -49,7 +49,9 @@ def one_shot_is_cheaper(edit: Edit, node: Node) -> bool:
     size = node.operands[0].type.local_bytes(tp, edit.graph.dims)
     microseconds = 1e6 / target.link_bandwidth
     one = target.hop_us + (tp - 1) * size * microseconds
-    two = 2 * target.hop_us + target.launch_edge_us + 2 * size * (tp - 1) / tp * microseconds
+    launch = target.launch_edge_us + target.cold_start_us  # the owners' sum is one more
+    shard = (size + node.result.type.local_bytes(tp, edit.graph.dims)) / tp
+    two = 2 * target.hop_us + launch + (tp - 1) * shard * microseconds
     return one <= two
 
 
@@ -90,7 +92,9 @@ def _push(edit: Edit, node: Node, op: str, attrs: dict[str, Attr]) -> Node:
 
 
 def _made(edit: Edit, node: Node, op: str, source: Node) -> Node:
-    return edit.make(op, [source.result], name=f"{node.result.name}.sum", origins=node.origins)
+    rounding = {"out": node.attrs["out"]} if "out" in node.attrs else {}
+    name = f"{node.result.name}.sum"
+    return edit.make(op, [source.result], rounding, name=name, origins=node.origins)
 
 
 def _finish(edit: Edit, node: Node, new: Node) -> None:

@@ -38,7 +38,7 @@ class MergeProjections(Pass):
                 edit.refuse(node, "its weight is no static value", node.operands[1])
                 siblings.remove(node)
             if len(siblings) > 1:
-                prefix = parent_name(siblings[-1].result.name)
+                prefix = parent_name(siblings[-1].result.name.removesuffix(".shard"))
                 edit.try_fuse(siblings, f"{prefix}.projections")
             elif siblings and siblings[0].operands[0].kind != "result":
                 edit.refuse(siblings[0], "nothing else reads its input", siblings[0].operands[0])

@@ -10,7 +10,7 @@ from k3fuse.ir import Attr, Context, Node, TypeRuleError, Value, op_named
 from k3fuse.ir.ops.kda import COMMIT_SHARD_DIMS, STEP_SHARD_DIMS
 from k3fuse.ir.ops.moe import EXPERT_SHARD_DIMS
 from k3fuse.passes.base import Edit, Pass
-from k3fuse.tensor_type import shard
+from k3fuse.tensor_type import DType, shard
 
 _GATED = ("situ_mul", "silu_mul", "sigmoid_mul", "mul", "silu", "sigmoid")
 _BY_HEAD: dict[str, tuple[int | None, ...]] = {
@@ -35,8 +35,8 @@ class ShardStock(Pass):
         %y = linear(%o, %wo)
     After (wq cut by rows, wo by columns):
         %q: bf16[M,12288]@S(1) = linear(%x, %wq)
-        %y.partial: bf16[M,7168]@P = linear(%o, %wo)
-        %y: bf16[M,7168] = all_reduce(%y.partial)
+        %y.partial: f32[M,7168]@P = linear(%o, %wo) {out="f32"}
+        %y: bf16[M,7168] = all_reduce(%y.partial) {out="bf16"}
 
     Heads, expert and MLP widths and the vocabulary are cut; what feeds a norm or a router stays
     whole. The sum of an up-projection and a partial sum is formed by column shards and gathered
@@ -110,7 +110,7 @@ def _shard_node(edit: Edit, node: Node, wants: _Wants) -> None:
     _infer(edit, node)
     for result in node.results:
         if result.type.placement.is_partial and result not in reduced:
-            _after(edit, node, result, "all_reduce", {})
+            _all_reduce(edit, node, result)
 
 
 def _infer(edit: Edit, node: Node) -> None:
@@ -180,6 +180,16 @@ def _same_blocks(source: Value, view: Value, dim: int, tp: int) -> int | None:
     return None
 
 
+def _all_reduce(edit: Edit, node: Node, result: Value) -> None:
+    """Sum a partial result over the ranks; terms of a matrix product stay f32 until then."""
+    wanted = result.type.dtype
+    if node.op in ("linear", "moe_experts") and wanted.itemsize < DType.F32.itemsize:
+        edit.set_attr(node, "out", "f32")
+        _infer(edit, node)
+    rounds = wanted != result.type.dtype
+    _after(edit, node, result, "all_reduce", {"out": wanted.value} if rounds else {})
+
+
 def _after(edit: Edit, node: Node, result: Value, op: str, attrs: dict[str, Attr]) -> Value:
     """Insert a collective behind a result; everybody reads what it gives."""
     name = result.name
@@ -229,7 +239,15 @@ def _share_all_reduce(edit: Edit, node: Node, first: Node, second: Node) -> None
         edit.set_operand(node, index, reduce.operands[0])
         edit.erase(reduce)
     _infer(edit, node)
-    _after(edit, node, node.result, "all_reduce", {})
+    users = node.result.users()
+    if len(users) == 1 and users[0].op == "cast":  # the sum is rounded where the reduce ends
+        cast, attrs = users[0], {"out": users[0].attrs["dtype"]}
+        whole = _after(edit, node, node.result, "all_reduce", attrs)
+        node.origins = tuple(dict.fromkeys((*node.origins, *cast.origins)))
+        edit.replace_uses(cast.result, whole)
+        edit.erase(cast)
+    else:
+        _after(edit, node, node.result, "all_reduce", dict(first.attrs))
 
 
 def _column_tail(edit: Edit, node: Node, reduce: Node, linear: Node) -> None:
@@ -239,7 +257,7 @@ def _column_tail(edit: Edit, node: Node, reduce: Node, linear: Node) -> None:
     scattered = edit.make(
         "reduce_scatter",
         [partial],
-        {"dim": 1},
+        {"dim": 1, **reduce.attrs},
         name=f"{reduce.result.name}.shard",
         origins=reduce.origins,
     )

@@ -9,6 +9,7 @@ from k3fuse.errors import InputError
 from k3fuse.passes.base import Refusal
 from k3fuse.passes.instruments import diff_lines
 from k3fuse.report.layers import layer_lines
+from k3fuse.runtime.bundle import Bucket, Bundle
 from k3fuse.runtime.plan import Plan
 
 
@@ -16,8 +17,8 @@ from k3fuse.runtime.plan import Plan
 class BucketReport:
     """One bucket: its plan, the IR after each pass in order, and what the passes refused.
 
-    name: "b8", or "b8q4.verify". kind: step, verify or commit. dumps: file name of a dump
-    ("003_absorb-mla.ir") -> text, in pipeline order. floor_us: time that the step's least bytes
+    name: "step_b8_q1". kind: step, verify or commit. dumps: file stem of a dump
+    ("003_absorb-mla") -> text, in pipeline order. floor_us: time that the step's least bytes
     take on all GPUs of the group at their nominal bandwidth; None when no configuration tells.
     """
 
@@ -64,6 +65,29 @@ class BucketReport:
         )
 
 
-def pass_of(file: str) -> str:
-    """The pass a dump was made after: "003_absorb-mla.ir" -> "absorb-mla"."""
-    return file.partition("_")[2].removesuffix(".ir")
+def pass_of(stem: str) -> str:
+    """The pass a dump was made after: "003_absorb-mla" -> "absorb-mla"."""
+    return stem.partition("_")[2].removesuffix(".ir")
+
+
+def kind_of(bucket: Bucket) -> str:
+    """What a bucket does: step, verify (a step of several rows a request) or commit."""
+    return "verify" if bucket.kind == "step" and bucket.rows_per_request > 1 else bucket.kind
+
+
+def report_of(bundle: Bundle, bucket: Bucket, floor_us: float | None = None) -> BucketReport:
+    """What a bundle says of one of its buckets; InputError when a file of it is bad."""
+    plan = bundle.plan(bucket)
+    return BucketReport(
+        name=bucket.name,
+        kind=kind_of(bucket),
+        plan=plan,
+        plan_hash=plan.hash(),
+        dumps=dict(bundle.dumps(bucket)),
+        refusals=tuple(
+            Refusal(r.pass_name, r.site, r.reason, r.value)
+            for r in bundle.manifest.refusals
+            if r.bucket == bucket.name
+        ),
+        floor_us=floor_us,
+    )

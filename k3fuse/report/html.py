@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from itertools import groupby
 
 import jinja2
 
 from k3fuse.report.contents import BucketReport
-from k3fuse.report.layers import OUTSIDE, layer_kinds, representative_layers
+from k3fuse.report.layers import representative_layers
 from k3fuse.report.picture import draw
 from k3fuse.report.slides import make_slides
 from k3fuse.report.summary import group_refusals, launch_rows, summarize
@@ -27,22 +29,17 @@ def render_html(report: BucketReport) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(bytes=human_bytes, us=human_us, mb=_megabytes)
+    environment.filters.update(bytes=human_bytes, us=human_us, mb=_megabytes, runs=_runs)
     layers = representative_layers(report.plan)
     rows = launch_rows(report)
-    pictures = {
-        layer: draw(
-            [row for row in rows if row.layer == layer],
-            "" if layer == OUTSIDE else f"layers.{layer}.",
-        )
-        for layer in layers
-    }
+    pictures = {layer: draw(rows, layer) for layer in layers}
     slides = make_slides(report, layers)
+    summary = summarize(report)
+    usual = [layer for layer in layers if layer in summary.kinds[0].layers]
     return environment.get_template("page.html.j2").render(
-        summary=summarize(report),
-        plan=report.plan,
+        summary=summary,
+        default_layer=usual[len(usual) // 2],
         layers=layers,
-        kinds=layer_kinds(report.plan),
         pictures=pictures,
         rows=rows,
         slides=dataclasses.asdict(slides),
@@ -54,3 +51,9 @@ def render_html(report: BucketReport) -> str:
 def _megabytes(count: int) -> str:
     """MB with digits enough to see small launches; empty for none."""
     return f"{count / 1e6:.3f}" if count else ""
+
+
+def _runs(ops: Sequence[str]) -> str:
+    """Ops with repeats counted: "rms_norm, 6 linear"."""
+    counted = ((op, len(list(group))) for op, group in groupby(ops))
+    return ", ".join(op if count == 1 else f"{count} {op}" for op, count in counted)

@@ -36,13 +36,13 @@ def require_layer(plan: Plan, layer: int) -> list[Launch]:
 
 
 def layer_kinds(plan: Plan) -> dict[int, str]:
-    """layer -> its kind by the ops it runs: "KDA+MoE", "MLA+dense", or "embedding, head"."""
+    """layer -> its kind by the ops it runs: "KDA+MoE", "MLA+dense", or "ends" (embedding, head)."""
     return {layer: _kind(layer, items) for layer, items in launches_by_layer(plan).items()}
 
 
 def _kind(layer: int, launches: list[Launch]) -> str:
     if layer == OUTSIDE:
-        return "embedding, head"
+        return "ends"
     ops = {op for launch in launches for op in launch.ops}
     attention = [
         label

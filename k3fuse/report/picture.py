@@ -14,7 +14,7 @@ _LANE = 58
 _BOX = 40
 _TOP = 12
 _MIN_BOX = 26.0  # a box of the main stream holds at least its number
-_WIDTH = (760.0, 4000.0)
+_WIDTH = (1200.0, 4000.0)  # least and most, in pixels
 _CHARACTER = 6.4  # of the label font, in pixels
 
 
@@ -54,21 +54,25 @@ class Picture:
     arrows: tuple[Arrow, ...]
 
 
-def draw(rows: Sequence[LaunchRow], prefix: str = "") -> Picture:
-    """Draw launches; `prefix` is what their names need not repeat ("layers.7.").
+def draw(rows: Sequence[LaunchRow], layer: int) -> Picture:
+    """Draw a layer out of all launches of a step: its main stream, and what runs beside it.
 
-    The scale is one for the whole picture: the shortest launch of the main stream holds its
-    number, unless the picture would grow past what scrolls well.
+    A side stream may run ahead: a launch that serves a layer can lie many layers before it, and is
+    drawn where it runs. The scale is one for the whole picture: the shortest launch of the main
+    stream holds its number, unless the picture would grow past what scrolls well.
     """
+    rows = _beside(rows, layer)
+    prefix = f"layers.{layer}."
     streams = [s for s in STREAMS if any(row.stream == s for row in rows)]
-    begin = min(row.start_us for row in rows)
+    begin = min(row.start_us for row in rows if row.stream == streams[0])
     end = max(row.start_us + row.predicted_us for row in rows)
     scale = _scale(rows, max(end - begin, 1e-3))
     boxes: dict[str, Box] = {}
     for row in rows:
         y = _TOP + _LANE * streams.index(row.stream)
-        width = max(row.predicted_us * scale, 2.0)
-        boxes[row.name] = _box(row, _LEFT + (row.start_us - begin) * scale, y, width, prefix)
+        start = max(row.start_us, begin)
+        width = max((row.start_us + row.predicted_us - start) * scale, 2.0)
+        boxes[row.name] = _box(row, _LEFT + (start - begin) * scale, y, width, prefix)
     axis_y = _TOP + _LANE * len(streams)
     return Picture(
         width=round(_LEFT + (end - begin) * scale + 24),
@@ -79,6 +83,23 @@ def draw(rows: Sequence[LaunchRow], prefix: str = "") -> Picture:
         boxes=tuple(boxes.values()),
         arrows=tuple(_arrows(rows, boxes)),
     )
+
+
+def _beside(rows: Sequence[LaunchRow], layer: int) -> list[LaunchRow]:
+    """The layer's launches on the main stream, and those of other streams that run meanwhile."""
+    main = [row for row in rows if row.layer == layer and row.stream == "main"]
+    if not main:
+        return [row for row in rows if row.layer == layer]
+    begin, end = main[0].start_us, main[-1].start_us + main[-1].predicted_us
+    ids = {row.number for row in main}
+    return [
+        row
+        for row in rows
+        if row.number in ids
+        or (
+            row.stream != "main" and row.start_us <= end and row.start_us + row.predicted_us > begin
+        )
+    ]
 
 
 def _scale(rows: Sequence[LaunchRow], duration: float) -> float:
@@ -121,7 +142,8 @@ def _ticks(duration: float, scale: float) -> list[tuple[float, str]]:
     """At most 12 round steps; labels count from the start of the picture."""
     step = next(s for s in (0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1e9) if duration / s <= 12)
     return [
-        (round(_LEFT + i * step * scale, 1), f"{i * step:g}") for i in range(int(duration / step) + 1)
+        (round(_LEFT + i * step * scale, 1), f"{i * step:g}")
+        for i in range(int(duration / step) + 1)
     ]
 
 

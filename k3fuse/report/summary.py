@@ -25,9 +25,10 @@ class Spread:
     least: float
     most: float
 
-    def __str__(self) -> str:
-        low, high = f"{self.least:.4g}", f"{self.most:.4g}"
-        return low if low == high else f"{low} to {high}"
+    def text(self, form: str = "{:.4g}", unit: float = 1.0) -> str:
+        """ "7", or "7-8" where layers differ; `form` formats one number, in units of `unit`."""
+        low, high = form.format(self.least / unit), form.format(self.most / unit)
+        return low if low == high else f"{low}-{high}"
 
 
 @dataclass(frozen=True)

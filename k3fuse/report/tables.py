@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from k3fuse.report.summary import BucketSummary, LaunchRow, RefusalGroup, Spread
+from k3fuse.report.summary import BucketSummary, LaunchRow, RefusalGroup
 from k3fuse.report.units import human_bytes, human_us
 
 
@@ -22,18 +22,18 @@ def bucket_tables(summary: BucketSummary) -> Iterator[RenderableType]:
         style="bold",
     )
     kinds = _table(
-        "kind", "layers", "stock", "main", "aux", "prefetch", "bytes a layer", "us a layer", "us"
+        "kind", "layers", "stock", "main", "aux", "prefetch", "MB/layer", "us/layer", "us"
     )
     for kind in summary.kinds:
         kinds.add_row(
             kind.kind,
             str(len(kind.layers)),
-            str(kind.stock_launches),
-            str(kind.main_launches),
-            str(kind.aux_launches),
-            str(kind.prefetch_launches),
-            _bytes_spread(kind.planned_bytes),
-            f"{kind.predicted_us.least:.1f} to {kind.predicted_us.most:.1f}",
+            kind.stock_launches.text(),
+            kind.main_launches.text(),
+            kind.aux_launches.text(),
+            kind.prefetch_launches.text(),
+            kind.planned_bytes.text("{:.4g}", 1e6),
+            kind.predicted_us.text("{:.1f}"),
             f"{kind.total_us:.1f}",
         )
     counts = summary.launches
@@ -43,7 +43,7 @@ def bucket_tables(summary: BucketSummary) -> Iterator[RenderableType]:
         "",
         str(summary.stock_launches),
         *(str(counts[stream]) for stream in ("main", "aux", "prefetch")),
-        human_bytes(summary.planned_bytes),
+        f"{summary.planned_bytes / 1e6:.4g}",
         "",
         f"{summary.predicted_us:.1f}",
     )
@@ -61,7 +61,9 @@ def _totals(summary: BucketSummary) -> str:
     text = f"one rank moves {human_bytes(summary.planned_bytes)} a step ({stock}); "
     text += f"predicted {human_us(summary.predicted_us)}"
     if summary.share_of_floor is not None and summary.floor_us is not None:
-        text += f", {summary.share_of_floor:.0%} of the floor of {human_us(summary.floor_us)}"
+        text += (
+            f", {100 * summary.share_of_floor:.3g} % of the floor of {human_us(summary.floor_us)}"
+        )
     return f"{text}; {summary.refusals} refusals"
 
 
@@ -134,12 +136,7 @@ def refusal_table(groups: Iterable[RefusalGroup]) -> Table:
 
 def _table(first: str, *others: str, plain: bool = False) -> Table:
     table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False)
-    table.add_column(first)
+    table.add_column(first, overflow="fold")
     for header in others:
-        table.add_column(header, justify="left" if plain else "right")
+        table.add_column(header, justify="left" if plain else "right", overflow="fold")
     return table
-
-
-def _bytes_spread(spread: Spread) -> str:
-    low, high = human_bytes(spread.least), human_bytes(spread.most)
-    return low if low == high else f"{low} to {high}"

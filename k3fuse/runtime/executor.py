@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from k3fuse.models.kimi import Mode, StepInputs
+from k3fuse.options import CompileOptions
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,17 @@ class Capacity:
     page_size: int
     table: int
     rows: int = 1
+
+    @classmethod
+    def of(cls, options: CompileOptions) -> Capacity:
+        """The state that a bundle compiled with these options is made for."""
+        return cls(
+            slots=options.slots,
+            pages=options.pages,
+            page_size=options.page_size,
+            table=options.max_pages,
+            rows=max(1, options.verify_rows),
+        )
 
 
 class StepResult(NamedTuple):

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from k3fuse.errors import InputError, VerifyError
@@ -23,11 +23,14 @@ from k3fuse.ir.interpreter import (
     shard_tensor,
 )
 from k3fuse.models.kimi import DecodeState, KimiModel, Mode, StepInputs
+from k3fuse.options import CompileOptions
+from k3fuse.runtime.bundle import Bundle, Kind
 from k3fuse.runtime.executor import Capacity, StepResult
 from k3fuse.runtime.plan import Plan
 from k3fuse.runtime.states import ShardedState, state_bindings
 from k3fuse.runtime.stock import StockExecutor
 from k3fuse.runtime.storage import PlannedStorage, ValueStorage
+from k3fuse.runtime.weights import evaluate_recipe
 from k3fuse.schedule.edges import launches_of
 from k3fuse.tensor_type import TensorType
 
@@ -40,7 +43,7 @@ class Program:
     states by accepted rows. `weights` has what launches read, by value name, for each rank.
     """
 
-    kind: Literal["step", "commit"]
+    kind: Kind
     plan: Plan
     graph: Graph
     weights: Mapping[str, Ranks]
@@ -49,10 +52,10 @@ class Program:
 class ReferenceExecutor:
     """Runs the programs of one bundle on a common state.
 
-    `model` gives prefill and, where there is no commit program for a batch, the commit. Without
-    `arena`, values between launches are kept as they are: for an exact run with a float64 model and
-    float64 weights, which do not fit into the plan's bytes. `check_ranks` compares every replicated
-    value on all ranks, bit by bit.
+    `model` gives prefill and, where there is no commit program for a batch, the commit. A float64
+    model, with float64 weights in the programs, makes the run exact: nothing is rounded, and values
+    live outside the arena, whose bytes are sized for the plan's dtypes. `check_ranks` compares
+    every replicated value on all ranks, bit by bit.
 
     Raises VerifyError for a plan that is not of its graph, and while running for a value that its
     plan gives no storage, a mailbox word that has not arrived or was not re-armed, and ranks that
@@ -65,13 +68,13 @@ class ReferenceExecutor:
         capacity: Capacity,
         programs: Sequence[Program],
         *,
-        arena: bool = True,
         check_ranks: bool = True,
     ) -> None:
         if not programs:
             raise InputError("the bundle has no bucket to run")
         self.model, self._capacity, self._check_ranks = model, capacity, check_ranks
         self.tp = programs[0].plan.tp
+        exact = model.model.embed_tokens.weight.dtype == torch.float64
         state = model.new_state(capacity.slots, capacity.pages, capacity.page_size, capacity.rows)
         self._state = ShardedState(state, _state_types(programs, state), self.tp)
         self._programs: dict[tuple[str, int, int], Program] = {}
@@ -84,10 +87,26 @@ class ReferenceExecutor:
                 raise VerifyError(f"the plan of {key} and its graph differ: compile again")
             self._programs[key] = program
             self._storage[key] = (
-                PlannedStorage(graph, plan, program.weights, self._state)
-                if arena
-                else ValueStorage(graph, program.weights, self._state)
+                ValueStorage(graph, program.weights, self._state)
+                if exact
+                else PlannedStorage(graph, plan, program.weights, self._state)
             )
+
+    @classmethod
+    def load(
+        cls, bundle: Bundle, model: KimiModel, *, check_ranks: bool = True
+    ) -> ReferenceExecutor:
+        """Every bucket of a bundle with the parameters of `model`, bf16 or float64.
+
+        InputError when a parameter has not the shape that the bundle was compiled for.
+        """
+        options = TypeAdapter(CompileOptions).validate_python(bundle.manifest.options)
+        weights = evaluate_recipe(bundle.recipe(), lambda path: model.get_parameter(path).detach())
+        programs = [
+            Program(bucket.kind, bundle.plan(bucket), bundle.graph(bucket), weights)
+            for bucket in bundle.buckets
+        ]
+        return cls(model, Capacity.of(options), programs, check_ranks=check_ranks)
 
     @property
     def vocab_size(self) -> int:

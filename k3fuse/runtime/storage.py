@@ -14,19 +14,24 @@ import torch
 from torch import Tensor
 
 from k3fuse.errors import VerifyError
-from k3fuse.ir import Graph, Value
+from k3fuse.ir import Graph, Value, op_named
 from k3fuse.ir.interpreter import Environment, Ranks
 from k3fuse.ir.state import state_roots
 from k3fuse.runtime.plan import Buffer, Mailbox, Plan
 from k3fuse.runtime.states import ShardedState
-from k3fuse.tensor_type import parse_type
+from k3fuse.tensor_type import DType, parse_type
+
+WIDEN = 2
+"""Bytes here for each byte of the plan: unrounded f32 terms are kept in float64 (Op.wide)."""
 
 POISON = 0xFF
 """Byte of dead storage: NaN in every float type, -1 in every integer type."""
 
 
 class ValueStorage(Environment):
-    """Weights by name, step inputs, and states in their storages; other values just by name."""
+    """Weights by name, states in their storages; other values as they come, in float64."""
+
+    exact = True
 
     def __init__(self, graph: Graph, weights: Mapping[str, Ranks], states: ShardedState) -> None:
         super().__init__()
@@ -68,13 +73,15 @@ class ValueStorage(Environment):
 class PlannedStorage(ValueStorage):
     """Values between launches lie in the plan's arena and mailboxes, as bytes."""
 
+    exact = False
+
     def __init__(
         self, graph: Graph, plan: Plan, weights: Mapping[str, Ranks], states: ShardedState
     ) -> None:
         super().__init__(graph, weights, states)
         self._dims, self._tp, self._last = graph.dims, plan.tp, len(plan.launches) - 1
         self._buffers = {buffer.value: buffer for buffer in plan.arena}
-        size = max((buffer.offset + buffer.bytes for buffer in plan.arena), default=0)
+        size = WIDEN * max((buffer.offset + buffer.bytes for buffer in plan.arena), default=0)
         self._arena = [torch.full((size,), POISON, dtype=torch.uint8) for _ in range(plan.tp)]
         self._rings = {box.name: _Ring(box, plan.tp) for box in plan.mailboxes}
         self._uses = _mailbox_uses(plan)
@@ -125,7 +132,8 @@ class PlannedStorage(ValueStorage):
             super().write(value, ranks)
 
     def _bytes(self, buffer: Buffer) -> list[Tensor]:
-        return [arena[buffer.offset : buffer.offset + buffer.bytes] for arena in self._arena]
+        first, last = WIDEN * buffer.offset, WIDEN * (buffer.offset + buffer.bytes)
+        return [arena[first:last] for arena in self._arena]
 
     def _typed(self, held: Tensor, value: Value) -> Tensor:
         """The value's place at the start of these bytes."""
@@ -133,9 +141,12 @@ class PlannedStorage(ValueStorage):
             self._dims[d] if isinstance(d, str) else d for d in value.type.local_shape(self._tp)
         ]
         need = math.prod(shape) * value.type.dtype.itemsize
-        if need > held.numel():
-            raise VerifyError(f"%{value.name} has {held.numel()} bytes of storage, needs {need}")
-        return held[:need].view(value.type.dtype.to_torch()).view(shape)
+        if WIDEN * need > held.numel():
+            have = held.numel() // WIDEN
+            raise VerifyError(f"%{value.name} has {have} bytes of storage, needs {need}")
+        producer = value.producer
+        dtype = _kept(value.type.dtype, wide=producer is not None and op_named(producer.op).wide)
+        return held[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 @dataclass
@@ -146,9 +157,9 @@ class _Ring:
     tp: int
 
     def __post_init__(self) -> None:
-        dtype = parse_type(self.box.type).dtype.to_torch()
+        dtype = _kept(parse_type(self.box.type).dtype, wide=op_named(self.box.protocol).wide)
         empty = -0.0 if dtype.is_floating_point else -1
-        words = (self.box.stages, self.box.stage_bytes // dtype.itemsize)
+        words = (self.box.stages, WIDEN * self.box.stage_bytes // dtype.itemsize)
         self.empty = torch.full(words[1:], empty, dtype=dtype).view(torch.uint8)
         self.stages = [self.empty.repeat(self.box.stages, 1) for _ in range(self.tp)]
 
@@ -162,6 +173,11 @@ class _Ring:
 
     def _index(self, step: int, use: int) -> int:
         return (step * self.box.uses + use) % self.box.stages
+
+
+def _kept(dtype: DType, *, wide: bool) -> torch.dtype:
+    """The dtype that storage holds a value in."""
+    return torch.float64 if wide and dtype == DType.F32 else dtype.to_torch()
 
 
 def _mailbox_uses(plan: Plan) -> dict[str, tuple[str, int]]:

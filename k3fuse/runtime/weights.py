@@ -54,8 +54,8 @@ def _load(
     tensor = load(value.binding)
     if tuple(tensor.shape) != value.type.shape:
         raise InputError(
-            f"parameter {value.binding} has shape {list(tensor.shape)}, the bundle was compiled for "
-            f"{value.type}: load the checkpoint that the bundle names, or compile again"
+            f"parameter {value.binding} has shape {list(tensor.shape)}, the bundle was compiled "
+            f"for {value.type}: load the checkpoint that the bundle names, or compile again"
         )
     env.write(value, shard_tensor(tensor, value.type, recipe.tp))
     if id(value) in wanted:

@@ -63,8 +63,8 @@ def _model_op(
     attrs: dict[str, Attr] = {}
     lists: list[fx.Proxy] = []
     for key, value in bound.arguments.items():
-        if isinstance(value, fx.Proxy):
-            operands.append(value)
+        if isinstance(value, fx.Proxy | torch.Tensor):  # the caller refuses a plain tensor
+            operands.append(cast(fx.Proxy, value))
         elif isinstance(value, list | tuple):
             lists.extend(cast("Sequence[fx.Proxy]", value))
         elif isinstance(value, torch.dtype):

@@ -6,7 +6,7 @@ import pytest
 
 from k3fuse.models.kimi_builtin import BUILTIN_CONFIGS
 from k3fuse.models.kimi_config import KimiConfig
-from k3fuse.roofline import Scheme, rank_bytes
+from k3fuse.roofline import rank_bytes
 from tests.lowering.compiled import Compiled, compiled
 
 REPLICATED = frozenset({"router", "down", "q_a", "kv_a"})
@@ -14,10 +14,9 @@ REPLICATED = frozenset({"router", "down", "q_a", "kv_a"})
 
 def counted(config: KimiConfig, tp: int, batch: int, split: frozenset[str]) -> int:
     """Bytes by `rank_bytes` without padding; `split` names the families cut by split-replicated."""
-    schemes: dict[str, Scheme] = {name: "sharded" for name in split}
     whole = rank_bytes(config, tp, batch, scheme="stock").items
     cut = {(i.part, i.name): i for i in rank_bytes(config, tp, batch, scheme="sharded").items}
-    items = [cut[i.part, i.name] if i.name in schemes else i for i in whole if not i.padding]
+    items = [cut[i.part, i.name] if i.name in split else i for i in whole if not i.padding]
     return sum(item.bytes for item in items)
 
 
@@ -41,9 +40,7 @@ def uncounted(config: KimiConfig, batch: int, context: int) -> int:
     return batch * config.hidden_size * 2 + cache
 
 
-def check(
-    it: Compiled, config: KimiConfig, split: frozenset[str], *, context: int = 1
-) -> None:
+def check(it: Compiled, config: KimiConfig, split: frozenset[str], *, context: int = 1) -> None:
     plan = it.plan
     in_count, in_stock, in_plan = attn_res_bytes(config)
     extra = uncounted(config, plan.batch, context)

@@ -10,7 +10,7 @@ import pytest
 from k3fuse.errors import VerifyError
 from k3fuse.ir import parse_graph, print_graph, verify
 from k3fuse.passes.base import Pass
-from k3fuse.passes.pipeline import PIPELINE
+from k3fuse.passes.pipeline import PIPELINE, pass_named
 from k3fuse.testing import apply_pass
 
 
@@ -63,3 +63,42 @@ def test_documents_before_and_after(item: Pass) -> None:
 def test_names_are_unique() -> None:
     names = [item.name for item in PIPELINE]
     assert len(set(names)) == len(names)
+
+
+def test_both_protocols_have_the_same_meaning(golden: Golden) -> None:
+    text = golden.read("passes/lower-collectives.before.ir")
+    ops: dict[str, list[str]] = {}
+    for protocol in ("one_shot", "two_shot"):
+        forced = text.replace("dim.M=3", f'dim.M=3, protocol="{protocol}"')
+        graph, _ = apply_pass(pass_named("lower-collectives"), forced)
+        ops[protocol] = [n.op for n in graph.leaves() if "%y" in repr(n)]
+    assert ops["one_shot"] == ["linear", "push_partial", "sum_slots"]
+    assert ops["two_shot"] == ["linear", "push_chunks", "sum_slots", "push_gather"]
+
+
+def test_two_partial_sums_share_one_reduction() -> None:
+    text = """graph g {dim.M=3, target="gb300", tp=2} {
+      input %x: bf16[M,8]
+      weight %wg: bf16[8,8]
+      weight %wu: bf16[8,8]
+      weight %wa: bf16[8,8]
+      weight %wb: bf16[8,8]
+      %g: bf16[M,8] = linear(%x, %wg)
+      %u: bf16[M,8] = linear(%x, %wu)
+      %s: bf16[M,8] = silu_mul(%g, %u)
+      %t: bf16[M,8] = silu_mul(%u, %g)
+      %a: bf16[M,8] = linear(%s, %wa)
+      %b: bf16[M,8] = linear(%t, %wb)
+      %y: bf16[M,8] = add(%a, %b)
+      return %y
+    }"""
+    graph, _ = apply_pass(pass_named("shard-stock"), text)
+    assert [n.op for n in graph.leaves()].count("all_reduce") == 1
+    assert str(graph.outputs[0].type) == "bf16[M,8]"
+
+
+def test_prefetch_can_be_switched_off(golden: Golden) -> None:
+    text = golden.read("passes/insert-l2-prefetch.before.ir")
+    off = text.replace("dim.M=3", "dim.M=3, prefetch=false")
+    _, result = apply_pass(pass_named("insert-l2-prefetch"), off)
+    assert result.changes == 0

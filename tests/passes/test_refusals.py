@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from k3fuse.errors import InputError
@@ -9,7 +11,8 @@ from k3fuse.ir import parse_graph
 from k3fuse.passes.base import Edit
 from k3fuse.passes.pipeline import pass_named
 from k3fuse.testing import assert_refuses
-from tests.passes.conftest import GOLDEN
+
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 HEAD = '{dim.M=3, target="gb300", tp=2}'
 
@@ -41,6 +44,7 @@ ROUTE = (
     "%ids: i32[M,2], %p: f32[M,2] = route_topk(%lg, %bias) "
     "{renormalize=true, scale=1.0, top_k=2} from moe/route_topk"
 )
+ROUTE2 = ROUTE.replace("%ids", "%ids2").replace("%p", "%p2")
 ROUTER = "linear(%x, %router)"
 
 TAIL_ODD = graph("""
@@ -122,7 +126,7 @@ DENSE = graph("""
   return %d""")
 
 CASES: list[tuple[str, str, str]] = [
-    ("canonicalize", before("canonicalize", ("return ", "return %t, "), ("from add", "from add")),
+    ("canonicalize", before("canonicalize", ("return ", "return %t, ")),
      "silu of the gate is also read elsewhere"),
     ("absorb-mla", before("absorb-mla", ("weight %kv_b", "input %kv_b")),
      "the expansion is no static weight"),
@@ -184,7 +188,7 @@ CASES: list[tuple[str, str, str]] = [
         ("  input %lg", "  input %ids: i32[M,2] = \"tokens\"\n  input %lg")),
      "its ids come from no route_topk"),
     ("fuse-experts", before(
-        "fuse-experts", (ROUTE, f"{ROUTE}\n  {ROUTE.replace('%ids', '%ids2').replace('%p', '%p2')}"),
+        "fuse-experts", (ROUTE, f"{ROUTE}\n  {ROUTE2}"),
         ("moe_experts(%z, %ids, %p,", "moe_experts(%z, %ids, %p2,")),
      "ids and weights come from different routes"),
     ("fuse-experts", before(
@@ -229,12 +233,14 @@ def test_no_launch_reads_a_mailbox_it_fills() -> None:
 
 
 def test_no_launch_lies_around_another() -> None:
-    g = parse_graph(graph("""
+    g = parse_graph(
+        graph("""
       input %x: bf16[M,8]
       %a: bf16[M,8] = silu(%x)
       %b: bf16[M,8] = sigmoid(%a)
       %c: bf16[M,8] = add(%a, %b)
-      return %c"""))
+      return %c""")
+    )
     edit = Edit(g, "trial")
     a, _, c = g.nodes
     assert edit.try_fuse([a, c]) is None
@@ -244,7 +250,9 @@ def test_no_launch_lies_around_another() -> None:
 
 def test_a_tp_that_does_not_fit_names_the_dimension() -> None:
     text = before("shard-stock", ("tp=2}", "tp=3}"))
-    with pytest.raises(InputError, match=r"--tp 3 .*dimension 0 of %table: .* does not divide by 3"):
+    with pytest.raises(
+        InputError, match=r"--tp 3 .*dimension 0 of %table: .* does not divide by 3"
+    ):
         pass_named("shard-stock").run(parse_graph(text))
 
 
@@ -255,5 +263,7 @@ def test_an_unknown_protocol_lists_the_known() -> None:
 
 
 def test_an_unknown_pass_lists_the_known() -> None:
-    with pytest.raises(InputError, match=r"unknown pass 'fuse'; passes in order: canonicalize, dce"):
+    with pytest.raises(
+        InputError, match=r"unknown pass 'fuse'; passes in order: canonicalize, dce"
+    ):
         pass_named("fuse")

@@ -4,33 +4,39 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from k3fuse.ir import Graph, parse_graph, print_graph
 from k3fuse.lowering.lower import lower
 from k3fuse.lowering.recipe import weight_recipe
-from k3fuse.models.kimi import DecodeState, KimiModel, StepInputs
+from k3fuse.models.kimi import KimiModel
 from k3fuse.models.kimi_builtin import BUILTIN_CONFIGS
 from k3fuse.passes.pipeline import PIPELINE, STOCK
+from k3fuse.runtime.bundle import Kind
 from k3fuse.runtime.executor import Capacity
 from k3fuse.runtime.plan import Plan
 from k3fuse.runtime.reference import Program, ReferenceExecutor
-from k3fuse.runtime.states import state_bindings
+from k3fuse.runtime.stock import StockExecutor
 from k3fuse.runtime.weights import evaluate_recipe
-from k3fuse.tensor_type import DType, TensorType, dtype_of
-from k3fuse.trace import Arg, trace
+from k3fuse.trace import trace_commit, trace_step
 
 CAPACITY = Capacity(slots=4, pages=24, page_size=8, table=6, rows=4)
 NAME = "kimi-k3-tiny"
 
 
+def tiny_model(name: str = NAME, *, exact: bool = False, pinned: bool = False) -> KimiModel:
+    """Weights drawn as the checkpoint's rules say, in its dtypes or in float64.
+
+    `pinned` spreads the router biases so far that every row takes the same experts: without trained
+    margins, rounding flips an expert every few rows, and then there is nothing left to compare.
+    """
+    return _tiny_model(name, exact, pinned)
+
+
 @functools.cache
-def tiny_model(name: str = NAME, *, exact: bool = False) -> KimiModel:
-    """Weights drawn as the checkpoint's rules say, in its dtypes or in float64."""
+def _tiny_model(name: str, exact: bool, pinned: bool) -> KimiModel:
     model = KimiModel(BUILTIN_CONFIGS[name])
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -46,27 +52,11 @@ def tiny_model(name: str = NAME, *, exact: bool = False) -> KimiModel:
             elif path.endswith(("A_log", "conv1d.weight")):
                 noise = 0.5 * noise
             elif path.endswith("e_score_correction_bias"):
-                noise = 0.1 * noise
+                noise = 4.0 * noise.argsort() if pinned else 0.1 * noise
             elif not path.endswith("dt_bias"):
                 noise = noise / math.sqrt(shape[-1])
             parameter.copy_(noise)
     return model.double() if exact else model
-
-
-class Commit(nn.Module):
-    """The commit of a model as a forward that can be traced."""
-
-    def __init__(self, model: KimiModel) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(
-        self, state: DecodeState, slots: torch.Tensor, accepted: torch.Tensor
-    ) -> DecodeState:
-        return self.model.commit(state, slots, accepted)
-
-
-Kind = Literal["step", "commit"]
 
 
 class Lowered(NamedTuple):
@@ -74,48 +64,16 @@ class Lowered(NamedTuple):
     plan: Plan
 
 
-def _arg(dtype: DType, *shape: int | str) -> Arg:
-    return Arg(TensorType(dtype, shape))
-
-
 @functools.cache
 def lowered(name: str, tp: int, batch: int, rows: int, kind: Kind = "step") -> Lowered:
     """Trace a bucket, run the whole pipeline, lower it."""
-    model = KimiModel(BUILTIN_CONFIGS[name], "meta")
-    capacity = CAPACITY
-    state = model.new_state(capacity.slots, capacity.pages, capacity.page_size, capacity.rows)
-    sizes = {capacity.slots: "slots", capacity.pages: "pages"}
-    args = {
-        binding: Arg(TensorType(dtype_of(t.dtype), (sizes[t.shape[0]], *t.shape[1:])), "state")
-        for binding, t in state_bindings(state)
-    }
-    tree = [
-        type(layer)(*(args[f"state.{index}.{field}"] for field in layer._fields))  # pyright: ignore
-        for index, layer in enumerate(state)
-    ]
-    requests = _arg(DType.I32, "R")
-    if kind == "step":
-        table = _arg(DType.I32, "R", "table")
-        inputs: Any = StepInputs(_arg(DType.I64, "M"), requests, table, requests)  # pyright: ignore
-        outputs: Callable[[Any], dict[str, Any]] = lambda o: {  # noqa: E731
-            "logits": o.logits,
-            "tokens": o.tokens,
-            "hidden": o.hidden,
-        }
-        constants = {"rows_per_request": rows, "mode": "verify" if rows > 1 else "commit"}
-        graph = trace(
-            model,
-            {"inputs": inputs, "state": tree},
-            outputs=outputs,
-            constants=constants,
-            rows_per_request=rows,
-        )
+    model, capacity = KimiModel(BUILTIN_CONFIGS[name], "meta"), CAPACITY
+    page_size = capacity.page_size
+    if kind == "commit":
+        graph = trace_commit(model, rows_per_request=rows, page_size=page_size)
     else:
-        graph = trace(
-            Commit(model),
-            {"state": tree, "slots": requests, "accepted": requests},
-            outputs=lambda _: {},
-        )
+        mode = "verify" if rows > 1 else "commit"
+        graph = trace_step(model, rows_per_request=rows, mode=mode, page_size=page_size)
     graph.attrs.update(
         {
             "model": name,
@@ -128,12 +86,12 @@ def lowered(name: str, tp: int, batch: int, rows: int, kind: Kind = "step") -> L
             "dim.table": capacity.table,
         }
     )
-    stock = graph
+    before = graph
     for item in PIPELINE:
         item.run(graph)
         if item.name == STOCK:
-            stock = parse_graph(print_graph(graph))
-    return Lowered(graph, lower(graph, stock))
+            before = parse_graph(print_graph(graph))
+    return Lowered(graph, lower(graph, before))
 
 
 def program(
@@ -141,31 +99,39 @@ def program(
 ) -> Program:
     """A bucket with the model's own weights, in the model's dtypes."""
     graph, plan = lowered(name, tp, batch, rows, kind)
-    root = model if kind == "step" else Commit(model)
-    weights = evaluate_recipe(weight_recipe(graph), lambda path: root.get_parameter(path).detach())
+    weights = evaluate_recipe(weight_recipe(graph), lambda path: model.get_parameter(path).detach())
     return Program(kind, plan, graph, weights)
 
 
-Shape = tuple[int, int] | tuple[int, int, Kind]
-
-
 @functools.cache
-def programs(name: str, tp: int, exact: bool, shapes: tuple[Shape, ...]) -> list[Program]:
-    model = tiny_model(name, exact=exact)
-    return [program(model, name, tp, *shape) for shape in shapes]
+def _programs(
+    name: str, tp: int, exact: bool, pinned: bool, commit: bool, shapes: tuple[tuple[int, int], ...]
+) -> list[Program]:
+    model = tiny_model(name, exact=exact, pinned=pinned)
+    made = [program(model, name, tp, batch, rows) for batch, rows in shapes]
+    if commit:
+        verified = [shape for shape in shapes if shape[1] > 1]
+        made += [program(model, name, tp, batch, rows, "commit") for batch, rows in verified]
+    return made
 
 
 def fused(
     tp: int,
-    *shapes: Shape,
+    *shapes: tuple[int, int],
+    commit: bool = False,
     exact: bool = False,
-    arena: bool = True,
+    pinned: bool = False,
     name: str = NAME,
 ) -> ReferenceExecutor:
-    """A fresh executor with a bucket for each (batch, rows[, kind])."""
-    model = tiny_model(name, exact=exact)
-    made = programs(name, tp, exact, shapes)
-    return ReferenceExecutor(model, CAPACITY, made, arena=arena and not exact)
+    """A fresh executor with a bucket for each (batch, rows), if asked with its commit program."""
+    model = tiny_model(name, exact=exact, pinned=pinned)
+    made = _programs(name, tp, exact, pinned, commit, shapes)
+    return ReferenceExecutor(model, CAPACITY, made)
+
+
+def stock(*, exact: bool = False, pinned: bool = False, name: str = NAME) -> StockExecutor:
+    """A fresh stock executor on the same weights."""
+    return StockExecutor(tiny_model(name, exact=exact, pinned=pinned), CAPACITY)
 
 
 def prompt(count: int, seed: int) -> list[int]:

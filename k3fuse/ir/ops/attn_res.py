@@ -82,6 +82,7 @@ declare(
     _blocks_reference,
     ("eps",),
     variadic=True,
+    wide=True,
     doc="block phase of the mix: running maximum, denominator and unnormalised sum",
 )
 declare(

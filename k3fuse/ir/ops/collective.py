@@ -9,58 +9,82 @@ bits whichever way they travelled.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from k3fuse.ir.graph import Attr
 from k3fuse.ir.op import Attrs, Context, Op, register, require
 from k3fuse.ir.ops.rules import arity, declare, divisible, int_attr
-from k3fuse.tensor_type import REPLICATE, TensorType, shard
+from k3fuse.tensor_type import REPLICATE, DType, TensorType, shard
 
 PUSHES = ("push_partial", "push_chunks", "push_gather")
 """Ops whose result lives in mailboxes written by peers."""
 
 
-def rank_order_sum(terms: list[Tensor]) -> Tensor:
-    """Sum in the order given, in fp32 (fp64 in an exact run), rounded once to the terms' dtype."""
+def rank_order_sum(terms: list[Tensor], rounded: torch.dtype) -> Tensor:
+    """Sum in the order given, in fp32 (fp64 if the terms are), rounded once to `rounded`.
+
+    The terms of a matrix product travel in fp32, unrounded, so that a sum over ranks is rounded as
+    often as one on a single rank: once.
+    """
     acc = torch.promote_types(terms[0].dtype, torch.float32)
     total = terms[0].to(acc)
     for term in terms[1:]:
         total = total + term.to(acc)
     # A real -0.0 would look like an empty mailbox word (faults B04): sums are +0.0.
-    return (total + 0.0).to(terms[0].dtype)
+    return (total + 0.0).to(rounded)
 
 
 def _collective(
     name: str,
     rule: Callable[[TensorType, Attrs, Context], TensorType],
-    run: Callable[[list[Tensor], Attrs], list[Tensor]],
+    run: Callable[[list[Tensor], Attrs, Context], list[Tensor]],
     attrs: tuple[str, ...] = (),
     *,
+    wide: bool = False,
     doc: str,
 ) -> None:
     def infer(types: list[TensorType], given: Attrs, ctx: Context) -> list[TensorType]:
         arity(types, 1, name)
         return [rule(types[0], given, ctx)]
 
-    def group(operands: list[list[Tensor]], given: Attrs) -> list[tuple[Tensor, ...]]:
-        return [(out,) for out in run([ops[0] for ops in operands], given)]
+    def group(
+        operands: list[list[Tensor]], given: Attrs, ctx: Context
+    ) -> list[tuple[Tensor, ...]]:
+        return [(out,) for out in run([ops[0] for ops in operands], given, ctx)]
 
-    register(Op(name=name, infer=infer, group_reference=group, attrs=frozenset(attrs), doc=doc))
+    register(
+        Op(
+            name=name,
+            infer=infer,
+            group_reference=group,
+            attrs=frozenset(attrs),
+            wide=wide,
+            doc=doc,
+        )
+    )
 
 
 def _partial(x: TensorType, name: str) -> None:
     require(x.placement.is_partial, f"{name}: {x} is no partial sum")
 
 
+def _summed(x: TensorType, attrs: Attrs) -> TensorType:
+    """The type of a sum of terms of type x, whole on every rank."""
+    out = attrs.get("out")
+    return TensorType(x.dtype if out is None else DType(str(out)), x.shape)
+
+
 def _all_reduce(x: TensorType, attrs: Attrs, ctx: Context) -> TensorType:
     _partial(x, "all_reduce")
-    return x.at(REPLICATE)
+    return _summed(x, attrs)
 
 
 def _reduce_scatter(x: TensorType, attrs: Attrs, ctx: Context) -> TensorType:
     _partial(x, "reduce_scatter")
-    return divisible(x.at(shard(int_attr(attrs, "dim"))), ctx, "reduce_scatter")
+    return divisible(_summed(x, attrs).at(shard(int_attr(attrs, "dim"))), ctx, "reduce_scatter")
 
 
 def _all_gather(x: TensorType, attrs: Attrs, ctx: Context) -> TensorType:
@@ -86,11 +110,11 @@ def _sum_slots(types: list[TensorType], attrs: Attrs, ctx: Context) -> TensorTyp
     require(slots.shape[0] == ctx.tp, f"sum_slots: {slots} has not one slot a rank")
     require(not slots.placement.is_partial, f"sum_slots: {slots} must have arrived")
     placement = shard(slots.placement.dim - 1) if slots.placement.is_shard else REPLICATE
-    return TensorType(slots.dtype, slots.shape[1:], placement)
+    return replace(_summed(slots, attrs), shape=slots.shape[1:], placement=placement)
 
 
-def _sum_slots_reference(slots: Tensor) -> Tensor:
-    return rank_order_sum([slots[rank] for rank in range(slots.shape[0])])
+def _sum_slots_reference(slots: Tensor, *, ctx: Context, out: str | None = None) -> Tensor:
+    return rank_order_sum([slots[rank] for rank in range(slots.shape[0])], _rounded(out, ctx))
 
 
 def _chunks(parts: list[Tensor], dim: int) -> list[list[Tensor]]:
@@ -107,43 +131,58 @@ def _dim(attrs: Attrs) -> int:
     return int_attr(attrs, "dim")
 
 
+def _rounded(out: Attr, ctx: Context) -> torch.dtype:
+    """The dtype that a sum is rounded to: `out`, by default that of its terms."""
+    if ctx.exact:
+        return torch.float64
+    return (ctx.types[0].dtype if out is None else DType(str(out))).to_torch()
+
+
 _collective(
     "all_reduce",
     _all_reduce,
-    lambda parts, _: [rank_order_sum(parts) for _ in parts],
+    lambda parts, attrs, ctx: [
+        rank_order_sum(parts, _rounded(attrs.get("out"), ctx)) for _ in parts
+    ],
+    ("out",),
     doc="sum of the ranks' terms, whole on every rank",
 )
 _collective(
     "reduce_scatter",
     _reduce_scatter,
-    lambda parts, attrs: [rank_order_sum(c) for c in _chunks(parts, _dim(attrs))],
-    ("dim",),
+    lambda parts, attrs, ctx: [
+        rank_order_sum(chunk, _rounded(attrs.get("out"), ctx))
+        for chunk in _chunks(parts, _dim(attrs))
+    ],
+    ("dim", "out"),
     doc="sum of the ranks' terms, rank r keeping block r along `dim`",
 )
 _collective(
     "all_gather",
     _all_gather,
-    lambda parts, attrs: _gathered(parts, _dim(attrs)),
+    lambda parts, attrs, _: _gathered(parts, _dim(attrs)),
     ("dim",),
     doc="the ranks' shards side by side along `dim`, whole on every rank",
 )
 _collective(
     "push_partial",
     _push_partial,
-    lambda parts, _: [torch.stack(parts) for _ in parts],
+    lambda parts, _, __: [torch.stack(parts) for _ in parts],
+    wide=True,
     doc="one-shot: every rank's term into its slot of every rank's mailbox",
 )
 _collective(
     "push_chunks",
     _push_chunks,
-    lambda parts, attrs: [torch.stack(c) for c in _chunks(parts, _dim(attrs))],
+    lambda parts, attrs, _: [torch.stack(c) for c in _chunks(parts, _dim(attrs))],
     ("dim",),
+    wide=True,
     doc="first half of two-shot: block j of every rank's term into a slot of rank j's mailbox",
 )
 _collective(
     "push_gather",
     _all_gather,
-    lambda parts, attrs: _gathered(parts, _dim(attrs)),
+    lambda parts, attrs, _: _gathered(parts, _dim(attrs)),
     ("dim",),
     doc="every rank's shard into its place in every rank's mailbox",
 )
@@ -151,5 +190,7 @@ declare(
     "sum_slots",
     _sum_slots,
     _sum_slots_reference,
+    ("out",),
+    ranked=True,
     doc="sum over the slots of the own mailbox, in rank order",
 )

@@ -32,8 +32,12 @@ def _linear(types: list[TensorType], attrs: Attrs, ctx: Context) -> TensorType:
     return result
 
 
-def _linear_reference(x: Tensor, weight: Tensor, out: str | None = None) -> Tensor:
+def _linear_reference(
+    x: Tensor, weight: Tensor, *, ctx: Context, out: str | None = None
+) -> Tensor:
     dtype = None if out is None else DType(out).to_torch()
+    if dtype == torch.float32 and ctx.types[0].placement.is_shard:
+        dtype = torch.float64  # a rank's term of a sum: not rounded before it is complete
     return functional.linear(x, weight, out_dtype=dtype)
 
 
@@ -97,6 +101,7 @@ declare(
     _linear,
     _linear_reference,
     ("out",),
+    ranked=True,
     doc="y = x W^T, fp32 accumulation, one rounding to `out` (default: the dtype of x)",
 )
 declare(

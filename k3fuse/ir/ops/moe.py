@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+from torch import Tensor
+
 from k3fuse import functional
 from k3fuse.ir.op import Attrs, Context, require
 from k3fuse.ir.ops.rules import (
@@ -44,12 +49,24 @@ def _experts(types: list[TensorType], attrs: Attrs, ctx: Context) -> TensorType:
     require(packed == (len(types) == 9), "moe_experts: packed weights and scales go together")
     width = size(weights[0], 2, "moe_experts") * (2 if packed else 1)
     require(z.shape[1] == width, f"moe_experts: {z} does not fit {weights[0]}")
+    out = attrs.get("out")
+    result = z if out is None else TensorType(DType(str(out)), z.shape)
+    require(result.dtype.itemsize >= z.dtype.itemsize, f"moe_experts: {out} would narrow {z}")
     if all(w.placement.is_replicate for w in weights):
-        return z
+        return result
     for type_, dim in zip(weights, EXPERT_SHARD_DIMS, strict=False):
         require(sharded_dim(type_, dim), f"moe_experts: {type_} is not cut by intermediate size")
         divisible(type_, ctx, "moe_experts")
-    return z.at(PARTIAL)
+    return result.at(PARTIAL)
+
+
+def _experts_reference(
+    *operands: Tensor, ctx: Context, out: str | None = None, **attrs: Any
+) -> Tensor:
+    dtype = None if out is None else DType(out).to_torch()
+    if dtype == torch.float32 and ctx.types[3].placement.is_shard:
+        dtype = torch.float64  # a rank's term of a sum: not rounded before it is complete
+    return functional.moe_experts(*operands, **attrs, out_dtype=dtype)
 
 
 declare(
@@ -62,7 +79,8 @@ declare(
 declare(
     "moe_experts",
     _experts,
-    functional.moe_experts,
-    ("activation", "beta", "linear_beta"),
+    _experts_reference,
+    ("activation", "beta", "linear_beta", "out"),
+    ranked=True,
     doc="sum over a row's experts of weight * W2 act(W1 z, W3 z) (K3 spec 2.8)",
 )

@@ -22,6 +22,7 @@ def declare(
     commutative: bool = False,
     variadic: bool = False,
     ranked: bool = False,
+    wide: bool = False,
     doc: str,
 ) -> Op:
     """Register an op whose reference is `reference(*operands, **attrs)` on one rank's tensors.
@@ -49,6 +50,7 @@ def declare(
             attrs=frozenset(attrs),
             updates=updates or {},
             commutative=commutative,
+            wide=wide,
             doc=doc,
         )
     )

@@ -1,0 +1,158 @@
+"""`k3fuse run`: generate tokens from a bundle, on simulated ranks or with the stock forward."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from k3fuse.checkpoint.safetensors_header import write_safetensors
+from k3fuse.cli.load import bundle_source, parse_ints, use_one_thread
+from k3fuse.cli.output import console, emit_json, progress
+from k3fuse.errors import InputError
+from k3fuse.models.kimi import KimiModel
+from k3fuse.parameter import TensorSpec
+from k3fuse.runtime.bundle import Bundle, read_bundle
+from k3fuse.runtime.executor import Capacity, Executor
+from k3fuse.runtime.generate import Generation, generate
+from k3fuse.runtime.reference import Program, ReferenceExecutor
+from k3fuse.runtime.stock import StockExecutor
+from k3fuse.runtime.weights import evaluate_recipe
+
+EXECUTORS = ("reference", "stock")
+DTYPES = {"bf16": None, "float64": torch.float64}
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the app."""
+    app.command("run")(run)
+
+
+def run(
+    bundle: Annotated[Path, typer.Argument(help="Bundle directory.")],
+    prompt_ids: Annotated[
+        list[str], typer.Option(help="Token ids of a prompt, comma-separated; again for each prompt.")
+    ],
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.")] = 16,
+    executor: Annotated[
+        str, typer.Option(help="reference: the fused plan on simulated ranks; stock: the model.")
+    ] = "reference",
+    rows_per_request: Annotated[
+        int, typer.Option(help="Rows of a verify step (as compiled by --verify-rows); 1: none.")
+    ] = 1,
+    dtype: Annotated[
+        str, typer.Option(help="bf16: the model's own precision; float64: exact arithmetic.")
+    ] = "bf16",
+    stop_at_eos: Annotated[
+        bool, typer.Option("--stop-at-eos", help="End a prompt at the model's end token.")
+    ] = False,
+    logits: Annotated[
+        Path | None, typer.Option(help="Save the logits and hidden rows of every generated token.")
+    ] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Checkpoint, if not where the bundle was compiled from.")
+    ] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Continue prompts greedily: prefill by the stock forward, decode by the fused plan."""
+    use_one_thread()
+    if executor not in EXECUTORS:
+        raise InputError(f"--executor {executor}: choose {' or '.join(EXECUTORS)}")
+    if dtype not in DTYPES:
+        raise InputError(f"--dtype {dtype}: choose {' or '.join(DTYPES)}")
+    prompts = [_prompt(text) for text in prompt_ids]
+    opened = read_bundle(bundle)
+    source = bundle_source(opened, checkpoint)
+    with progress("load weights") as task:
+        task.total(source.parameter_bytes())
+        model = source.module(task.advance)
+    assert isinstance(model, KimiModel)
+    if DTYPES[dtype] is not None:
+        model = model.double()
+    runner = _executor(opened, model, executor, rows_per_request)
+    with progress("generate") as task:
+        task.total(len(prompts) * max_new_tokens)
+        generation = generate(
+            runner,
+            prompts,
+            max_new_tokens,
+            buckets=sorted({b.batch for b in opened.buckets}),
+            stop_token=source.config.eos_token_id if stop_at_eos else None,
+            rows_per_request=rows_per_request,
+            on_step=lambda new: task.advance(sum(len(tokens) for tokens in new.values())),
+        )
+    if logits is not None:
+        _save(logits, generation)
+    if json_output:
+        emit_json(
+            {
+                "tokens": generation.tokens,
+                "executor": executor,
+                "tp": opened.manifest.tp,
+                "dtype": dtype,
+                "rows_per_request": rows_per_request,
+                "mean_accepted": generation.mean_accepted,
+            }
+        )
+        return
+    for prompt, tokens in zip(prompts, generation.tokens, strict=True):
+        console.print(f"{_ids(prompt)} -> {_ids(tokens)}", highlight=False)
+
+
+def _prompt(text: str) -> list[int]:
+    if not text.strip():
+        raise InputError("--prompt-ids is empty: a prompt has at least one token id")
+    return list(parse_ints(text, "--prompt-ids"))
+
+
+def _ids(tokens: list[int]) -> str:
+    return ",".join(map(str, tokens))
+
+
+def _executor(
+    bundle: Bundle, model: KimiModel, name: str, rows_per_request: int
+) -> Executor:
+    capacity = _capacity(bundle)
+    if rows_per_request > 1 and rows_per_request != capacity.rows:
+        have = f"--verify-rows {capacity.rows}" if capacity.rows > 1 else "no --verify-rows"
+        raise InputError(
+            f"--rows-per-request {rows_per_request}: the bundle was compiled with {have}"
+        )
+    if name == "stock":
+        return StockExecutor(model, capacity)
+    parameters = dict(model.named_parameters())
+    weights = evaluate_recipe(bundle.recipe(), lambda path: parameters[path].data)
+    programs = [
+        Program(bucket.kind, bundle.plan(bucket), bundle.graph(bucket), weights)
+        for bucket in bundle.buckets
+    ]
+    return ReferenceExecutor(model, capacity, programs)
+
+
+def _capacity(bundle: Bundle) -> Capacity:
+    graph = bundle.graph(bundle.buckets[0])
+    page_size = bundle.manifest.options["page_size"]
+    assert isinstance(page_size, int)
+    return Capacity(
+        slots=graph.dims["slots"],
+        pages=graph.dims["pages"],
+        page_size=page_size,
+        table=graph.dims["table"],
+        rows=max(bucket.rows_per_request for bucket in bundle.buckets),
+    )
+
+
+def _save(path: Path, generation: Generation) -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    for index, (rows, hidden) in enumerate(
+        zip(generation.logits, generation.hidden, strict=True)
+    ):
+        tensors[f"prompt.{index}.logits"] = rows.float()
+        tensors[f"prompt.{index}.hidden"] = hidden.float()
+    specs = [TensorSpec(name, tuple(tensor.shape), "F32") for name, tensor in tensors.items()]
+    try:
+        write_safetensors(path, specs, lambda spec: tensors[spec.name])
+    except OSError as error:
+        raise InputError(f"--logits {path}: cannot be written ({error})") from None
