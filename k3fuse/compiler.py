@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from k3fuse.ir import Graph, parse_graph, print_graph
 from k3fuse import __version__
+from k3fuse.ir import Graph, parse_graph, print_graph
 from k3fuse.lowering.lower import lower
 from k3fuse.lowering.recipe import merge_recipes, weight_recipe
 from k3fuse.models.registry import Config
@@ -35,6 +35,7 @@ from k3fuse.runtime.bundle import (
 from k3fuse.runtime.plan import Plan
 from k3fuse.target import get_target
 from k3fuse.trace import trace_commit, trace_step
+
 
 @dataclass
 class CompiledBucket:
@@ -162,14 +163,14 @@ def proofs(compiled: Sequence[CompiledBucket]) -> dict[str, str]:
     if checks:
         worst = max(check.max_rel_err for check in checks)
         numbers = (
-            f"checked: after each pass outputs equal the traced forward within {worst:.1e} relative "
-            f"in float64 (allowed {TOLERANCE:.0e})"
+            f"checked: after each pass outputs equal the traced forward within {worst:.1e} "
+            f"relative in float64 (allowed {TOLERANCE:.0e})"
         )
     else:
         numbers = "not checked: no weights, or switched off"
     return {
         "structure": "verified after each pass: SSA, types and placements, state versions",
-        "coverage": "every traced op is in exactly one launch, the recipe or the ledger of dropped ops",
+        "coverage": "every traced op is in one launch, the recipe or the ledger of dropped ops",
         "buffers": "no two live values overlap",
         "numerics": numbers,
         "happens_before": "not proven: the schedule proof is not part of this version",

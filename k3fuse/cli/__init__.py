@@ -14,7 +14,6 @@ from k3fuse.errors import K3FuseError
 
 app = typer.Typer(
     name="k3fuse",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Compile the decode step of large mixture-of-experts models into few checked launches.",
@@ -22,10 +21,15 @@ app = typer.Typer(
 
 
 @app.callback(invoke_without_command=True)
-def _root(version: bool = typer.Option(False, "--version", help="Print the version.")) -> None:
+def _root(
+    context: typer.Context,
+    version: bool = typer.Option(False, "--version", help="Print the version."),
+) -> None:
     if version:
         print(f"k3fuse {__version__}")
         raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 for _command in (synth, compile_command, verify, run, inspect, opt, diff, roofline, doctor):
@@ -41,3 +45,8 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(error.exit_code)
     except BrokenPipeError:  # the reader of a pipe has seen enough
         sys.exit(0)
+    except OSError as error:  # a disk or a permission, not a defect of ours
+        place = f"{error.filename}: " if error.filename is not None else ""
+        reason = error.strerror or str(error)
+        err_console.print(f"k3fuse: {place}{reason}", markup=False, highlight=False)
+        sys.exit(2)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from typer.core import TyperCommand
 
 from k3fuse.cli.load import Source, builtin_source, open_source, parse_ints, use_one_thread
-from k3fuse.cli.output import Task, console, emit_json, err_console, progress
+from k3fuse.cli.output import Task, console, emit_json, err_console, progress, text_output
 from k3fuse.compiler import (
     CompiledBucket,
     bucket_key,
@@ -28,7 +29,7 @@ from k3fuse.ir import Graph
 from k3fuse.models.registry import Config
 from k3fuse.options import CompileOptions
 from k3fuse.passes.base import Pass, PassResult
-from k3fuse.passes.instruments import Dumps, Instrument, PrintAfterAll, PrintChanged
+from k3fuse.passes.instruments import Dumps, Emit, Instrument, PrintAfterAll, PrintChanged
 from k3fuse.passes.numeric_check import Load
 from k3fuse.passes.pipeline import PIPELINE, pass_named
 from k3fuse.report.summary import group_refusals, summarize
@@ -41,36 +42,86 @@ CHECK_BYTES = 1 << 29
 
 def register(app: typer.Typer) -> None:
     """Add the command to the app."""
-    app.command("compile")(compile_)
+    app.command("compile", cls=_Command)(compile_)
+
+
+class _Command(TyperCommand):
+    """Lets `--print-changed` stand alone for `--print-changed diff`, which typer cannot say."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        full: list[str] = []
+        for position, word in enumerate(args):
+            full.append(word)
+            alone = position + 1 == len(args) or args[position + 1].startswith("-")
+            if word == "--print-changed" and alone:
+                full.append("diff")
+        return super().parse_args(ctx, full)
 
 
 def compile_(
-    model: Annotated[str, typer.Argument(help="Model family (kimi-k3, kimi-linear) or built-in config.")],
+    model: Annotated[
+        str, typer.Argument(help="Model family (kimi-k3, kimi-linear) or built-in config.")
+    ],
     checkpoint: Annotated[Path | None, typer.Argument(help="Checkpoint directory.")] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Bundle directory to write.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Bundle directory to write.")
+    ] = None,
     tp: Annotated[int, typer.Option(help="Ranks of the tensor-parallel group.")] = 1,
-    batch: Annotated[str, typer.Option(help="Requests of each bucket, comma-separated, 1 to 64.")] = "1",
-    target: Annotated[str, typer.Option(help="GPU or architecture: h200, sm_90a, gb300, sm_103a ...")] = "sm_90a",
-    verify_rows: Annotated[int, typer.Option(help="Rows a request of verify buckets (2 to 8; 0: none).")] = 0,
-    no_weights: Annotated[bool, typer.Option("--no-weights", help="Compile the built-in config, no checkpoint.")] = False,
-    context: Annotated[int, typer.Option(help="Cached tokens a request that bytes and times are stated for.")] = 1,
+    batch: Annotated[
+        str, typer.Option(help="Requests of each bucket, comma-separated, 1 to 64.")
+    ] = "1",
+    target: Annotated[
+        str, typer.Option(help="GPU or architecture: h200, sm_90a, gb300, sm_103a ...")
+    ] = "sm_90a",
+    verify_rows: Annotated[
+        int, typer.Option(help="Rows a request of verify buckets (2 to 8; 0: none).")
+    ] = 0,
+    no_weights: Annotated[
+        bool, typer.Option("--no-weights", help="Compile the built-in config, no checkpoint.")
+    ] = False,
+    context: Annotated[
+        int, typer.Option(help="Cached tokens a request that bytes and times are stated for.")
+    ] = 1,
     max_context: Annotated[int, typer.Option(help="Longest request the MLA cache holds.")] = 4096,
     page_size: Annotated[int, typer.Option(help="Positions of a cache page.")] = 64,
-    protocol: Annotated[str, typer.Option(help="All-reduce protocol: auto, one_shot, two_shot.")] = "auto",
+    protocol: Annotated[
+        str, typer.Option(help="All-reduce protocol: auto, one_shot, two_shot.")
+    ] = "auto",
     prefetch: Annotated[bool, typer.Option(help="Insert L2 prefetch windows.")] = True,
-    check: Annotated[bool | None, typer.Option(help="Check numbers after each pass (default: small checkpoints).")] = None,
-    print_after_all: Annotated[bool, typer.Option("--print-after-all", help="Print the IR after every pass.")] = False,
-    print_changed: Annotated[str | None, typer.Option(help="Print what each pass changed: diff or quiet.")] = None,
-    filter_passes: Annotated[str | None, typer.Option(help="Only these passes in printed output.")] = None,
-    dump_dir: Annotated[Path | None, typer.Option(help="Write the IR after every pass into this directory.")] = None,
-    stop_after: Annotated[str | None, typer.Option(help="Stop after this pass and print its IR; no bundle.")] = None,
-    bisect_limit: Annotated[int | None, typer.Option(help="Skip optional passes after the N-th.")] = None,
-    time_passes: Annotated[bool, typer.Option("--time-passes", help="Print the seconds of every pass.")] = False,
+    check: Annotated[
+        bool | None,
+        typer.Option(help="Check numbers after each pass (default: small checkpoints)."),
+    ] = None,
+    print_after_all: Annotated[
+        bool, typer.Option("--print-after-all", help="Print the IR after every pass.")
+    ] = False,
+    print_changed: Annotated[
+        str | None, typer.Option(help="Print what each pass changed: diff or quiet.")
+    ] = None,
+    filter_passes: Annotated[
+        str | None, typer.Option(help="Only these passes in printed output.")
+    ] = None,
+    dump_dir: Annotated[
+        Path | None, typer.Option(help="Write the IR after every pass into this directory.")
+    ] = None,
+    stop_after: Annotated[
+        str | None, typer.Option(help="Stop after this pass and print its IR; no bundle.")
+    ] = None,
+    bisect_limit: Annotated[
+        int | None, typer.Option(help="Skip optional passes after the N-th.")
+    ] = None,
+    time_passes: Annotated[
+        bool, typer.Option("--time-passes", help="Print the seconds of every pass.")
+    ] = False,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Trace a stock forward, run the passes, check them, and write a bundle."""
     use_one_thread()
     get_target(target)
+    if protocol not in ("auto", "one_shot", "two_shot"):
+        raise InputError(f"--protocol {protocol}: choose auto, one_shot or two_shot")
+    if bisect_limit is not None and bisect_limit < 0:
+        raise InputError(f"--bisect-limit {bisect_limit}: number of passes to keep, 0 or more")
     options = CompileOptions(
         target=target,
         tp=tp,
@@ -86,9 +137,14 @@ def compile_(
     source = _source(model, checkpoint, no_weights)
     buckets = buckets_of(options)
     module = source.meta_module()
-    printers = _printers(print_after_all, print_changed, filter_passes)
+    printers = _printers(text_output(json_output), print_after_all, print_changed, filter_passes)
     if stop_after is not None:
-        sys.stdout.write(run_until(module, model, buckets[0], options, stop_after, printers))
+        dumps = [] if dump_dir is None else [Dumps(dump_dir / buckets[0].name)]
+        text = run_until(module, model, buckets[0], options, stop_after, [*printers, *dumps])
+        if json_output:
+            emit_json({"pass": stop_after, "bucket": buckets[0].name, "text": text})
+        else:
+            sys.stdout.write(text)
         return
     load = _load_for_checks(source, check)
     compiled: list[CompiledBucket] = []
@@ -103,7 +159,10 @@ def compile_(
                 compile_bucket(module, model, bucket, options, load=load, instruments=instruments)
             )
     if output is not None:
-        write_bundle(output, bundle_contents(model, source.config, options, compiled, source.reference()),)
+        write_bundle(
+            output,
+            bundle_contents(model, source.config, options, compiled, source.reference()),
+        )
     summary = _summary(model, options, compiled, source.config)
     if json_output:
         emit_json(summary)
@@ -135,7 +194,9 @@ def _source(model: str, checkpoint: Path | None, no_weights: bool) -> Source:
     return open_source(model, checkpoint)
 
 
-def _printers(after_all: bool, changed: str | None, only: str | None) -> list[Instrument]:
+def _printers(
+    emit: Emit, after_all: bool, changed: str | None, only: str | None
+) -> list[Instrument]:
     names = only.split(",") if only else []
     for name in names:
         pass_named(name)
@@ -143,9 +204,9 @@ def _printers(after_all: bool, changed: str | None, only: str | None) -> list[In
         raise InputError(f"--print-changed {changed}: choose diff or quiet")
     found: list[Instrument] = []
     if after_all:
-        found.append(PrintAfterAll(sys.stdout.write, names))
+        found.append(PrintAfterAll(emit, names))
     if changed is not None:
-        found.append(PrintChanged(sys.stdout.write, changed, names))
+        found.append(PrintChanged(emit, changed, names))
     return found
 
 
@@ -155,7 +216,11 @@ def _load_for_checks(source: Source, check: bool | None) -> Load | None:
         if check:
             raise InputError("--check needs weights: give a checkpoint instead of --no-weights")
         return None
-    return source.weight if check or (check is None and source.parameter_bytes() <= CHECK_BYTES) else None
+    return (
+        source.weight
+        if check or (check is None and source.parameter_bytes() <= CHECK_BYTES)
+        else None
+    )
 
 
 def _summary(
@@ -196,7 +261,13 @@ def _summary(
         "memory_bytes": max(s.memory.total for s in summaries.values()),
         "memory": {key: dataclasses.asdict(s.memory) for key, s in summaries.items()},
         "refusals": [
-            {"pass": r.pass_name, "site": r.site, "reason": r.reason, "value": r.value, "bucket": key}
+            {
+                "pass": r.pass_name,
+                "site": r.site,
+                "reason": r.reason,
+                "value": r.value,
+                "bucket": key,
+            }
             for key, report in reports.items()
             for r in report.refusals
         ],
@@ -206,7 +277,16 @@ def _summary(
 
 def _print_tables(compiled: list[CompiledBucket], config: Config) -> None:
     table = Table(title="launches, bytes and predicted time of one rank")
-    for column in ("bucket", "layers", "stock", "main", "aux", "prefetch", "MB a layer", "us a layer"):
+    for column in (
+        "bucket",
+        "layers",
+        "stock",
+        "main",
+        "aux",
+        "prefetch",
+        "MB a layer",
+        "us a layer",
+    ):
         table.add_column(column, justify="left" if column in ("bucket", "layers") else "right")
     for item in compiled:
         summary = summarize(bucket_report(item, config))
@@ -214,12 +294,12 @@ def _print_tables(compiled: list[CompiledBucket], config: Config) -> None:
             table.add_row(
                 item.bucket.name,
                 f"{kind.kind} x {len(kind.layers)}",
-                str(kind.stock_launches),
-                str(kind.main_launches),
-                str(kind.aux_launches),
-                str(kind.prefetch_launches),
-                f"{kind.planned_bytes.most / 1e6:.1f}",
-                f"{kind.predicted_us.most:.1f}",
+                kind.stock_launches.text(),
+                kind.main_launches.text(),
+                kind.aux_launches.text(),
+                kind.prefetch_launches.text(),
+                kind.planned_bytes.text("{:.3f}", 1e6),
+                kind.predicted_us.text("{:.1f}"),
             )
         table.add_row(
             item.bucket.name,
@@ -240,7 +320,8 @@ def _print_tables(compiled: list[CompiledBucket], config: Config) -> None:
     for name, text in proofs(compiled).items():
         console.print(f"{name}: {text}", markup=False)
     groups = group_refusals(r for item in compiled for r in item.refusals)
-    console.print(f"{sum(g.count for g in groups)} refusals of {len(groups)} kinds (k3fuse inspect --refusals)")
+    count = sum(group.count for group in groups)
+    console.print(f"{count} refusals of {len(groups)} kinds (k3fuse inspect --refusals)")
 
 
 def _closing_line(summary: dict[str, object], output: Path | None) -> str:

@@ -34,7 +34,9 @@ def doctor(
     for name, value in facts.items():
         table.add_row(name, value, "")
     for ability in abilities:
-        table.add_row(str(ability["name"]), "yes" if ability["ok"] else "no", str(ability["reason"]))
+        table.add_row(
+            str(ability["name"]), "yes" if ability["ok"] else "no", str(ability["reason"])
+        )
     console.print(table)
 
 

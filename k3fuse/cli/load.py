@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from k3fuse.checkpoint.audit import AuditReport, audit
@@ -17,7 +18,15 @@ from k3fuse.checkpoint.files import Checkpoint, open_checkpoint
 from k3fuse.checkpoint.reader import load_into, load_parameter
 from k3fuse.errors import InputError
 from k3fuse.ir import Value
-from k3fuse.models.registry import Config, ModelFamily, builtin_config, family_of, read_config
+from k3fuse.models.registry import (
+    FAMILIES,
+    Config,
+    ModelFamily,
+    builtin_config,
+    family_of,
+    read_config,
+)
+from k3fuse.options import CompileOptions
 from k3fuse.parameter import ParameterSpec
 from k3fuse.runtime.bundle import Bundle, CheckpointRef
 
@@ -78,22 +87,31 @@ def open_source(model: str, directory: Path) -> Source:
     """Open and audit a checkpoint; nothing is allocated before all of it has been checked."""
     family = family_of(model)
     checkpoint = open_checkpoint(directory)
-    config = read_config(family, cast("dict[str, Any]", checkpoint.config), f"{directory}/config.json")
+    config = read_config(family, checkpoint.config, f"{directory}/config.json")
+    if model not in FAMILIES and config != builtin_config(model):
+        raise InputError(
+            f"{directory}/config.json is not the built-in config {model}: name the family, "
+            f"{family.name}, to compile the checkpoint as it is"
+        )
     specs = family.parameters(config, checkpoint.dtypes)
     report = audit(checkpoint, specs, tied=config.tie_word_embeddings, values=True)
     return Source(family, config, checkpoint, specs, report)
 
 
 def bundle_source(bundle: Bundle, directory: Path | None) -> Source:
-    """The weights of a bundle: its own checkpoint, or the one given, if it holds the same tensors."""
+    """The weights of a bundle: its own checkpoint, or the one given with the same tensors."""
     known = bundle.manifest.checkpoint
     if directory is None and known is None:
         raise InputError(
             f"{bundle.directory} was compiled without weights: name a checkpoint with --checkpoint"
         )
-    source = open_source(
-        bundle.manifest.model, directory if directory is not None else Path(str(known and known.path))
-    )
+    place = directory if directory is not None else Path(known.path if known is not None else "")
+    if directory is None and not place.is_dir():
+        raise InputError(
+            f"{bundle.directory} was compiled from {place}, which is not there: "
+            "say with --checkpoint where the checkpoint is now"
+        )
+    source = open_source(bundle.manifest.model, place)
     found = source.reference()
     if known is not None and found is not None and found.fingerprint != known.fingerprint:
         raise InputError(
@@ -101,6 +119,18 @@ def bundle_source(bundle: Bundle, directory: Path | None) -> Source:
             f"{bundle.directory} was compiled for ({known.path}): compile again"
         )
     return source
+
+
+def bundle_options(bundle: Bundle) -> CompileOptions:
+    """The options that a bundle was compiled with."""
+    try:
+        return TypeAdapter(CompileOptions).validate_python(bundle.manifest.options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, ("options", *first["loc"])))
+        raise InputError(
+            f"{bundle.directory}/manifest.json: {place}: {first['msg']}; compile again"
+        ) from None
 
 
 def builtin_source(model: str) -> Source:
@@ -113,7 +143,7 @@ def parse_ints(text: str, flag: str) -> tuple[int, ...]:
     """A comma-separated list of integers; InputError names the flag and the bad part."""
     parts = [part.strip() for part in text.split(",")]
     for part in parts:
-        if not part.lstrip("-").isdecimal():
+        if not re.fullmatch("-?[0-9]{1,18}", part):
             raise InputError(f"{flag} {text}: '{part}' is not an integer; write for example 1,8")
     return tuple(int(part) for part in parts)
 

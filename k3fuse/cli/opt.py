@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from k3fuse.cli.output import emit_json
+from k3fuse.cli.output import emit_json, text_output
 from k3fuse.errors import InputError
 from k3fuse.ir import parse_graph, print_graph, verify
 from k3fuse.passes.instruments import PrintChanged
@@ -48,9 +48,11 @@ def opt(
         chosen = list(PIPELINE[PIPELINE.index(pass_named(after)) + 1 :])
     graph = parse_graph(_read(file), str(file))
     verify(graph)
-    diffs = [PrintChanged(sys.stdout.write)] if print_changed else []
+    diffs = [PrintChanged(text_output(json_output))] if print_changed else []
     results = run_passes(graph, chosen, instruments=diffs)
     text = print_graph(graph)
+    if output is not None:
+        output.write_text(text)
     if json_output:
         emit_json(
             {
@@ -63,9 +65,7 @@ def opt(
                 "text": text,
             }
         )
-    elif output is not None:
-        output.write_text(text)
-    elif not print_changed:
+    elif output is None and not print_changed:
         sys.stdout.write(text)
 
 

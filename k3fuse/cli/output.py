@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -28,6 +28,11 @@ def emit_json(data: object) -> None:
     sys.stdout.write("\n")
 
 
+def text_output(json_output: bool) -> Callable[[str], None]:
+    """Where IR and diffs go: stdout, or stderr where stdout is for one JSON object."""
+    return lambda text: print(text, end="", file=sys.stderr if json_output else sys.stdout)
+
+
 class Task:
     """One bar of a progress display; does nothing where there is no terminal."""
 
@@ -46,7 +51,7 @@ class Task:
 
 
 @contextmanager
-def progress(label: str) -> Iterator[Task]:
+def progress(label: str) -> Generator[Task]:
     """A progress bar on stderr while the block runs, if stderr is a terminal."""
     bar = Progress(
         TextColumn("{task.description}"),

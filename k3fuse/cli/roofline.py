@@ -23,7 +23,9 @@ def roofline_(
     tp: Annotated[int, typer.Option(help="GPUs that share the weights.")] = 1,
     gpu: Annotated[str, typer.Option(help="GPU: h200, b200, b300, gb200, gb300.")] = "h200",
     batch: Annotated[int, typer.Option(help="Requests in the step.")] = 1,
-    measured_ms: Annotated[float | None, typer.Option(help="A measured step, to state its share.")] = None,
+    measured_ms: Annotated[
+        float | None, typer.Option(help="A measured step, to state its share.")
+    ] = None,
     head_and_state: Annotated[
         bool, typer.Option("--head-and-state", help="Count LM head and KDA state too.")
     ] = False,
@@ -31,9 +33,7 @@ def roofline_(
 ) -> None:
     """State the least bytes a step must read, and the time they take at nominal bandwidth."""
     config, target = builtin_config(model), get_target(gpu)
-    result = roofline(
-        config, target, tp, batch, measured_ms, include_head_and_state=head_and_state
-    )
+    result = roofline(config, target, tp, batch, measured_ms, include_head_and_state=head_and_state)
     distinct = expected_distinct_experts(config.num_experts, config.top_k, batch)
     data: dict[str, object] = {
         "model": model,

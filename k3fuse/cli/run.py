@@ -9,7 +9,7 @@ import torch
 import typer
 
 from k3fuse.checkpoint.safetensors_header import write_safetensors
-from k3fuse.cli.load import bundle_source, parse_ints, use_one_thread
+from k3fuse.cli.load import bundle_options, bundle_source, parse_ints, use_one_thread
 from k3fuse.cli.output import console, emit_json, progress
 from k3fuse.errors import InputError
 from k3fuse.models.kimi import KimiModel
@@ -17,9 +17,8 @@ from k3fuse.parameter import TensorSpec
 from k3fuse.runtime.bundle import Bundle, read_bundle
 from k3fuse.runtime.executor import Capacity, Executor
 from k3fuse.runtime.generate import Generation, generate
-from k3fuse.runtime.reference import Program, ReferenceExecutor
+from k3fuse.runtime.reference import ReferenceExecutor
 from k3fuse.runtime.stock import StockExecutor
-from k3fuse.runtime.weights import evaluate_recipe
 
 EXECUTORS = ("reference", "stock")
 DTYPES = {"bf16": None, "float64": torch.float64}
@@ -33,7 +32,8 @@ def register(app: typer.Typer) -> None:
 def run(
     bundle: Annotated[Path, typer.Argument(help="Bundle directory.")],
     prompt_ids: Annotated[
-        list[str], typer.Option(help="Token ids of a prompt, comma-separated; again for each prompt.")
+        list[str],
+        typer.Option(help="Token ids of a prompt, comma-separated; again for each prompt."),
     ],
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.")] = 16,
     executor: Annotated[
@@ -62,6 +62,10 @@ def run(
         raise InputError(f"--executor {executor}: choose {' or '.join(EXECUTORS)}")
     if dtype not in DTYPES:
         raise InputError(f"--dtype {dtype}: choose {' or '.join(DTYPES)}")
+    if rows_per_request < 1:
+        raise InputError(f"--rows-per-request {rows_per_request}: a step has at least one row")
+    if logits is not None and (logits.is_dir() or not logits.parent.is_dir()):
+        raise InputError(f"--logits {logits}: name a file in a directory that exists")
     prompts = [_prompt(text) for text in prompt_ids]
     opened = read_bundle(bundle)
     source = bundle_source(opened, checkpoint)
@@ -111,10 +115,8 @@ def _ids(tokens: list[int]) -> str:
     return ",".join(map(str, tokens))
 
 
-def _executor(
-    bundle: Bundle, model: KimiModel, name: str, rows_per_request: int
-) -> Executor:
-    capacity = _capacity(bundle)
+def _executor(bundle: Bundle, model: KimiModel, name: str, rows_per_request: int) -> Executor:
+    capacity = Capacity.of(bundle_options(bundle))
     if rows_per_request > 1 and rows_per_request != capacity.rows:
         have = f"--verify-rows {capacity.rows}" if capacity.rows > 1 else "no --verify-rows"
         raise InputError(
@@ -122,33 +124,12 @@ def _executor(
         )
     if name == "stock":
         return StockExecutor(model, capacity)
-    parameters = dict(model.named_parameters())
-    weights = evaluate_recipe(bundle.recipe(), lambda path: parameters[path].data)
-    programs = [
-        Program(bucket.kind, bundle.plan(bucket), bundle.graph(bucket), weights)
-        for bucket in bundle.buckets
-    ]
-    return ReferenceExecutor(model, capacity, programs)
-
-
-def _capacity(bundle: Bundle) -> Capacity:
-    graph = bundle.graph(bundle.buckets[0])
-    page_size = bundle.manifest.options["page_size"]
-    assert isinstance(page_size, int)
-    return Capacity(
-        slots=graph.dims["slots"],
-        pages=graph.dims["pages"],
-        page_size=page_size,
-        table=graph.dims["table"],
-        rows=max(bucket.rows_per_request for bucket in bundle.buckets),
-    )
+    return ReferenceExecutor.load(bundle, model)
 
 
 def _save(path: Path, generation: Generation) -> None:
     tensors: dict[str, torch.Tensor] = {}
-    for index, (rows, hidden) in enumerate(
-        zip(generation.logits, generation.hidden, strict=True)
-    ):
+    for index, (rows, hidden) in enumerate(zip(generation.logits, generation.hidden, strict=True)):
         tensors[f"prompt.{index}.logits"] = rows.float()
         tensors[f"prompt.{index}.hidden"] = hidden.float()
     specs = [TensorSpec(name, tuple(tensor.shape), "F32") for name, tensor in tensors.items()]

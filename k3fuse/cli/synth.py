@@ -21,7 +21,8 @@ def register(app: typer.Typer) -> None:
 
 def synth(
     model: Annotated[
-        str, typer.Argument(help="Built-in config: kimi-k3-tiny, kimi-k3-mini, kimi-linear-tiny ...")
+        str,
+        typer.Argument(help="Built-in config: kimi-k3-tiny, kimi-k3-mini, kimi-linear-tiny ..."),
     ],
     directory: Annotated[Path, typer.Argument(help="Directory to create.")],
     seed: Annotated[int, typer.Option(help="Same seed, same bytes, whatever the shards.")] = 0,
@@ -50,6 +51,7 @@ def synth(
         emit_json({**summary, "tensors": len(tensors), "bytes": total})
     else:
         console.print(
-            f"{model}: {len(tensors)} tensors, {total / 1e6:.1f} MB in {shards} shards -> {directory}",
+            f"{model}: {len(tensors)} tensors, {total / 1e6:.1f} MB in {shards} shards "
+            f"-> {directory}",
             markup=False,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -10,14 +9,16 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from k3fuse.cli.load import bundle_source, use_one_thread
+from k3fuse.cli.load import bundle_options, bundle_source, use_one_thread
 from k3fuse.cli.output import Task, console, emit_json, progress
-from k3fuse.errors import InputError, RefusedError
+from k3fuse.compiler import trace_bucket
+from k3fuse.errors import RefusedError, VerifyError
 from k3fuse.ir import parse_graph, print_graph, verify
 from k3fuse.lowering.lower import lower
+from k3fuse.lowering.recipe import merge_recipes, weight_recipe
 from k3fuse.passes.numeric_check import Load, NumericCheck, PassCheck
 from k3fuse.passes.pipeline import STOCK
-from k3fuse.runtime.bundle import Bucket, Bundle, read_bundle
+from k3fuse.runtime.bundle import MANIFEST, Bucket, Bundle, read_bundle
 
 
 def register(app: typer.Typer) -> None:
@@ -38,21 +39,29 @@ def verify_(
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """Check each pass of each bucket: structure, float64 numbers, and the plan of the last graph."""
+    """Check every pass against the traced forward in float64, and the plan of the last graph."""
     use_one_thread()
     opened = read_bundle(bundle)
     source = bundle_source(opened, checkpoint)
+    options = bundle_options(opened)
     cache = {name: p.data for name, p in source.module().named_parameters()}
     rows: list[_Row] = []
+    problems: list[str] = []
     with progress("verify") as task:
         task.total(sum(len(opened.dumps(bucket)) for bucket in opened.buckets))
         for bucket in opened.buckets:
-            rows.extend(_check_bucket(opened, bucket, lambda value: cache[value.binding], task))
-    ok = all(row.check.ok for row in rows)
+            trace = trace_bucket(source.meta_module(), opened.manifest.model, bucket, options)
+            check = _BucketCheck(opened, bucket, print_graph(trace), rows, task)
+            try:
+                check.run(lambda value: cache[value.binding])
+            except (RefusedError, VerifyError) as error:
+                problems.append(f"{bucket}: {error}")
+    if not problems and _recipe_differs(opened):
+        problems.append("recipe.ir is not the weight recipe of the graphs: compile again")
     if json_output:
         emit_json(
             {
-                "ok": ok,
+                "ok": not problems,
                 "passes": [
                     {
                         "name": row.check.name,
@@ -63,45 +72,74 @@ def verify_(
                     }
                     for row in rows
                 ],
+                "problems": problems,
             }
         )
     else:
         console.print(_table(rows))
-    if not ok:
-        first = next(row for row in rows if not row.check.ok)
-        raise RefusedError(
-            f"{bundle}: after {first.check.name} of {first.bucket} outputs differ by "
-            f"{first.check.max_rel_err:.2e} relative (allowed {first.check.tolerance:.0e})"
-        )
+    if problems:
+        raise RefusedError(f"{bundle}: {'; '.join(problems)}")
 
 
-def _check_bucket(bundle: Bundle, bucket: Bucket, load: Load, task: Task) -> Iterator[_Row]:
-    dumps = bundle.dumps(bucket)
-    if not dumps:
-        raise InputError(f"{bundle.directory}: bucket {bucket} has no dumps: compile it again")
-    (_, trace_text), *later = dumps
-    check = NumericCheck(load)
-    check.start(parse_graph(trace_text, "trace"), trace_text)
-    task.advance()
-    before, stock = trace_text, trace_text
-    for stem, text in later:
-        name = stem.partition("_")[2]
-        task.label(f"{bucket} {name}")
+@dataclass
+class _BucketCheck:
+    """Goes through what a bundle holds of one bucket; appends to `rows`, a row a pass."""
+
+    bundle: Bundle
+    bucket: Bucket
+    traced: str
+    rows: list[_Row]
+    task: Task
+
+    def run(self, load: Load) -> None:
+        """Raises RefusedError or VerifyError that says what is wrong, naming the pass."""
+        dumps = self.bundle.dumps(self.bucket)
+        if not dumps:
+            raise RefusedError("there are no dumps to check: compile again")
+        (first, trace_text), *later = dumps
+        if trace_text != self.traced:
+            raise RefusedError(f"dump {first} is not what tracing the model gives")
+        check = NumericCheck(load)
+        check.start(parse_graph(trace_text, first), trace_text)
+        self.task.advance()
+        before = stock = trace_text
+        for stem, text in later:
+            name = stem.partition("_")[2]
+            self.task.label(f"{self.bucket} {name}")
+            self._after(check, stem, name, text, before)
+            stock = text if name == STOCK else stock
+            before = text
+            self.task.advance()
+        self._last(before, stock)
+
+    def _after(self, check: NumericCheck, stem: str, name: str, text: str, before: str) -> None:
         graph = parse_graph(text, stem)
-        verify(graph)
-        if text != before:
-            check.compare(name, graph)
-        else:
-            check.repeat(name)
-        stock = text if name == STOCK else stock
-        before = text
-        task.advance()
-        yield _Row(bucket, check.checks[-1])
-    final = bundle.graph(bucket)
-    if print_graph(final) != before:
-        raise RefusedError(f"{bundle.directory}: {bucket} runs another graph than its last dump")
-    if lower(final, parse_graph(stock, STOCK)).hash() != bundle.plan(bucket).hash():
-        raise RefusedError(f"{bundle.directory}: the plan of {bucket} is not that of its graph")
+        try:
+            verify(graph)
+            found = check.repeat(name) if text == before else check.compare(name, graph)
+        except VerifyError as error:
+            raise VerifyError(f"after {name}: {error}") from None
+        self.rows.append(_Row(self.bucket, found))
+        if not found.ok:
+            raise RefusedError(
+                f"after {name} outputs differ by {found.max_rel_err:.2e} relative "
+                f"(allowed {found.tolerance:.0e})"
+            )
+
+    def _last(self, text: str, stock: str) -> None:
+        manifest, final = self.bundle.manifest, self.bundle.graph(self.bucket)
+        plan = self.bundle.plan(self.bucket)
+        if print_graph(final) != text:
+            raise RefusedError("the graph that runs is not its last dump")
+        if lower(final, parse_graph(stock, STOCK)).hash() != plan.hash():
+            raise RefusedError("the plan is not that of its graph")
+        if (plan.tp, plan.target) != (manifest.tp, manifest.target):
+            raise RefusedError(f"{MANIFEST} names another target or TP than the plan")
+
+
+def _recipe_differs(bundle: Bundle) -> bool:
+    recipes = [weight_recipe(bundle.graph(bucket)) for bucket in bundle.buckets]
+    return print_graph(merge_recipes(recipes)) != print_graph(bundle.recipe())
 
 
 def _table(rows: list[_Row]) -> Table:

@@ -218,12 +218,16 @@ def _advance(
     """One row of every request: o [R, P] and the next conv and recurrent states [R, ...]."""
     heads, head_dim = weights.dt_bias.shape
 
-    window = torch.cat([conv.to(ACCUMULATE), inputs.qkv[:, row].to(ACCUMULATE).unsqueeze(-1)], dim=-1)
+    window = torch.cat(
+        [conv.to(ACCUMULATE), inputs.qkv[:, row].to(ACCUMULATE).unsqueeze(-1)], dim=-1
+    )
     qkv = torch.nn.functional.silu((window * weights.conv).sum(-1))
     q, k, v = torch.unflatten(qkv, -1, (heads, head_dim)).unbind(1)
     q, k = _l2_norm(q) * head_dim**-0.5, _l2_norm(k)
 
-    logits = torch.unflatten(inputs.f[:, row].to(ACCUMULATE), -1, (heads, head_dim)) + weights.dt_bias
+    logits = (
+        torch.unflatten(inputs.f[:, row].to(ACCUMULATE), -1, (heads, head_dim)) + weights.dt_bias
+    )
     decay = torch.exp(_log_decay(logits, weights))
     beta = torch.sigmoid(inputs.b[:, row].to(ACCUMULATE)).unsqueeze(-1)
 

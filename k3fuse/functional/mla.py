@@ -120,7 +120,9 @@ def mla_attend_latent(
     """
     width = kv_lora + rope_dim
     # All heads query one shared key: [R, rows, 1, heads, kv_lora + rope].
-    queries = q_latent.to(ACCUMULATE).view(-1, rows_per_request, 1, q_latent.shape[1] // width, width)
+    queries = q_latent.to(ACCUMULATE).view(
+        -1, rows_per_request, 1, q_latent.shape[1] // width, width
+    )
     keys = _gather_pages(cache, block_table).to(ACCUMULATE).unsqueeze(1)
     o = _attend(queries, keys, keys[..., :kv_lora], lengths, slots, softmax_scale)
     return o.reshape(q_latent.shape[0], -1).to(q_latent.dtype)

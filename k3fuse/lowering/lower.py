@@ -23,10 +23,8 @@ from k3fuse.runtime.plan import (
     Weight,
 )
 from k3fuse.schedule.edges import launches_of, stream_of
+from k3fuse.schedule.roles import BULK_OPS, VIEW_OPS
 from k3fuse.target import Target, get_target
-
-NO_LAUNCH_OPS = ("view", "slice", "take_shard")
-"""Ops that move no data: stock engines launch nothing for them."""
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?=[./#]|$)")
 
@@ -81,8 +79,21 @@ def lower(graph: Graph, stock: Graph) -> Plan:
 
 
 def layer_of(node: Node) -> int:
-    """The largest layer that an origin of a node names, -1 when none does."""
-    found = (match for o in node.all_origins() for match in _LAYER.finditer(o.site))
+    """The decoder layer that a launch works for, -1 when it lies outside the layers.
+
+    That is the layer of its last bulk work: a prologue can belong to the layer before. A launch of
+    row-wise work alone finishes the layer whose sums it reads, the earliest of its ops; work done
+    ahead for several layers belongs to the first of them.
+    """
+    bulk = [leaf for leaf in node.leaves if leaf.op in BULK_OPS]
+    layers = [_layer(leaf) for leaf in bulk or node.leaves]
+    if all(leaf.op == "attn_res_blocks" for leaf in node.leaves):
+        return min((layer for layer in layers if layer >= 0), default=-1)
+    return layers[-1] if bulk else min(layers)
+
+
+def _layer(leaf: Node) -> int:
+    found = (match for o in leaf.origins for match in _LAYER.finditer(o.site))
     return max((int(match[1]) for match in found), default=-1)
 
 
@@ -192,7 +203,7 @@ def _outputs(graph: Graph) -> tuple[tuple[str, str], ...]:
 
 
 def _launches_by_layer(leaves: list[Node]) -> tuple[tuple[int, int], ...]:
-    counts = Counter(layer_of(leaf) for leaf in leaves if leaf.op not in NO_LAUNCH_OPS)
+    counts = Counter(layer_of(leaf) for leaf in leaves if leaf.op not in VIEW_OPS)
     return tuple(sorted(counts.items()))
 
 

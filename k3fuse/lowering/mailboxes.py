@@ -1,7 +1,12 @@
-"""Mailboxes: one ring of stages for all exchanges of one protocol and type."""
+"""Mailboxes: one ring of stages for all exchanges of one protocol and type.
+
+Pushes of one launch that are alike use rings of their own: on a shared ring the reader of the
+second would re-arm the stage that the first is still read from.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import cast
 
@@ -20,6 +25,10 @@ REARM = 2
 _ALIGNMENT = 256
 
 
+_Key = tuple[str, TensorType, int]
+"""Push op, type of what it pushes, and which of the alike pushes of its launch it is."""
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a pushed value travels: the ring, and which use of it in the step."""
@@ -35,20 +44,23 @@ def assign_mailboxes(graph: Graph) -> tuple[tuple[Mailbox, ...], dict[int, Place
     value, since a later use overwrites it.
     """
     places: dict[int, Place] = {}
-    uses: dict[tuple[str, TensorType], int] = {}
-    for leaf in graph.leaves():
-        if leaf.op in PUSHES:
-            key = (leaf.op, leaf.result.type)
-            uses[key] = uses.get(key, 0) + 1
-            places[id(leaf.result)] = Place(_name(*key), uses[key] - 1)
+    uses: dict[_Key, int] = {}
+    for launch in graph.nodes:
+        alike: Counter[tuple[str, TensorType]] = Counter()
+        for leaf in launch.leaves:
+            if leaf.op in PUSHES:
+                kind = (leaf.op, leaf.result.type)
+                key = (*kind, alike[kind])
+                alike[kind] += 1
+                uses[key] = uses.get(key, 0) + 1
+                places[id(leaf.result)] = Place(_name(*key), uses[key] - 1)
     for value in graph.outputs:
         if id(value) in places:
             raise RefusedError(
                 f"the step returns %{value.name} from mailbox {places[id(value)].mailbox}, which a "
                 "later exchange overwrites: return a copy"
             )
-    rings = tuple(_ring(graph, op, type_, count) for (op, type_), count in uses.items())
-    return rings, places
+    return tuple(_ring(graph, key, count) for key, count in uses.items()), places
 
 
 def is_pushed(value: Value) -> bool:
@@ -56,10 +68,11 @@ def is_pushed(value: Value) -> bool:
     return value.producer is not None and value.producer.op in PUSHES
 
 
-def _ring(graph: Graph, op: str, type_: TensorType, uses: int) -> Mailbox:
+def _ring(graph: Graph, key: _Key, uses: int) -> Mailbox:
+    op, type_, _ = key
     size = type_.local_bytes(graph.tp, graph.dims)
     return Mailbox(
-        name=_name(op, type_),
+        name=_name(*key),
         protocol=cast(Protocol, op),
         type=str(type_),
         stage_bytes=-(-size // _ALIGNMENT) * _ALIGNMENT,
@@ -70,5 +83,5 @@ def _ring(graph: Graph, op: str, type_: TensorType, uses: int) -> Mailbox:
     )
 
 
-def _name(op: str, type_: TensorType) -> str:
-    return f"{op}:{type_}"
+def _name(op: str, type_: TensorType, channel: int) -> str:
+    return f"{op}:{type_}" if channel == 0 else f"{op}:{type_}:{channel + 1}"

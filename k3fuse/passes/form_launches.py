@@ -8,7 +8,7 @@ from k3fuse.errors import PassError
 from k3fuse.ir import Graph
 from k3fuse.passes.base import Edit, Pass
 from k3fuse.passes.fuse_comm import launch_name
-from k3fuse.passes.roles import static_leaf
+from k3fuse.schedule.roles import static_leaf
 
 
 class FormLaunches(Pass):

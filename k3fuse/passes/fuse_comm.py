@@ -7,7 +7,7 @@ from typing import ClassVar
 from k3fuse.ir import Node
 from k3fuse.ir.ops.collective import PUSHES
 from k3fuse.passes.base import Edit, Pass
-from k3fuse.passes.roles import has_bulk, waits_on_peers
+from k3fuse.schedule.roles import has_bulk, waits_on_peers
 
 EPILOGUE_OPS = (*PUSHES, "add", "cast", "argmax_local", "silu_mul", "situ_mul", "sigmoid_mul")
 """Elementwise or per-tile ops that a producer can apply to what it has just computed."""

@@ -18,8 +18,9 @@ class FuseKdaCore(Pass):
     After:
         fused @layers.0.self_attn.kda_core { ...the three... }
 
-    All parts are per head, so a CTA needs nothing from another. Order: after merge-projections,
-    which leaves f_b alone (its input has no other reader).
+    All parts are per head, so a CTA needs nothing from another. The second half of a low-rank output
+    gate joins as the decay projection does. Order: after merge-projections, which leaves both alone
+    (their inputs have no other reader).
     """
 
     name: ClassVar[str] = "fuse-kda-core"
@@ -53,5 +54,13 @@ def _gated_norm(edit: Edit, node: Node) -> list[Node]:
     elif users[0].op != "gated_rms_norm":
         edit.refuse(node, f"a {users[0].op} follows, not a gated norm", o)
     else:
-        return users
+        return [*_gate_projection(users[0]), *users]
     return []
+
+
+def _gate_projection(norm: Node) -> list[Node]:
+    """A second-level gate projection (low-rank output gate) that only the norm reads."""
+    gate = norm.operands[1]
+    producer = gate.producer
+    free = producer is not None and producer.op == "linear" and producer.parent is None
+    return [producer] if producer is not None and free and len(gate.uses) == 1 else []

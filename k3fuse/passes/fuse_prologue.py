@@ -7,7 +7,7 @@ from typing import ClassVar
 from k3fuse.ir import Node
 from k3fuse.passes.base import Edit, Pass
 from k3fuse.passes.fuse_comm import launch_name
-from k3fuse.passes.roles import has_bulk, is_rows_only, static_leaf, weight_bytes
+from k3fuse.schedule.roles import has_bulk, is_rows_only, static_leaf, weight_bytes
 
 MAX_ROWS = 2
 """Rows (times mailbox slots) that every CTA of a large projection may prepare for itself. All 132

@@ -7,8 +7,8 @@ from typing import ClassVar
 from k3fuse.ir import Attr, Graph, Node
 from k3fuse.passes.base import Edit, Pass
 from k3fuse.passes.fuse_prologue import SMALL_PROJECTION
-from k3fuse.passes.roles import weight_bytes
 from k3fuse.schedule.edges import launch_dependencies
+from k3fuse.schedule.roles import weight_bytes
 
 
 class InsertPdl(Pass):

@@ -19,7 +19,7 @@ class Instrument:
         """Called once with the graph as the first pass will see it."""
 
     def after(self, item: Pass, graph: Graph, result: PassResult, before: str, text: str) -> None:
-        """Called when a pass has run and its graph has been verified, with the text on each side."""
+        """Called when a pass has run and been verified, with the text on each side of it."""
 
 
 class PrintAfterAll(Instrument):

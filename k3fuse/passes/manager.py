@@ -34,11 +34,11 @@ def run_passes(
     for index, item in enumerate(passes):
         if bisect_limit is not None and index >= bisect_limit and not item.required:
             continue
+        before = text
         try:
             begin = time.perf_counter()
             result = item.run(graph)
             result.seconds = time.perf_counter() - begin
-            before = text
             if result.changes:
                 verify(graph)
                 text = print_graph(graph)
@@ -47,10 +47,11 @@ def run_passes(
         except InputError:
             raise
         except Exception as error:
-            path = _write_reproducer(text, item, reproducer_dir)
+            path = _write_reproducer(before, item, reproducer_dir)
             kind = "" if isinstance(error, K3FuseError) else f"{type(error).__name__}: "
             raise PassError(
-                f"pass {item.name} failed: {kind}{error}\nreproduce: k3fuse opt {path} -p {item.name}"
+                f"pass {item.name} failed: {kind}{error}\n"
+                f"reproduce: k3fuse opt {path} -p {item.name}"
             ) from error
         results.append(result)
     return results

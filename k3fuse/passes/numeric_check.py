@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from k3fuse.errors import PassError
+from k3fuse.errors import PassError, VerifyError
 from k3fuse.ir import Graph, Value, run
 from k3fuse.passes.base import Pass, PassResult
 from k3fuse.passes.instruments import Instrument
@@ -70,6 +70,11 @@ class NumericCheck(Instrument):
         return self.checks[-1]
 
     def _bound(self, graph: Graph) -> dict[str, Tensor]:
+        for value in graph.inputs:
+            if value.binding not in self._inputs:
+                raise VerifyError(
+                    f"input {value.name} is bound to {value.binding}, which the trace has not"
+                )
         return {v.name: self._inputs[v.binding] for v in graph.inputs}
 
 
@@ -122,9 +127,7 @@ def _step_input(
 ) -> Tensor:
     what, requests = value.binding.rpartition(".")[2], sizes["R"]
     if what == "tokens":
-        vocab = next(
-            (n.operands[1].type.shape[0] for n in value.users() if n.op == "embedding"), 2
-        )
+        vocab = next((n.operands[1].type.shape[0] for n in value.users() if n.op == "embedding"), 2)
         assert isinstance(vocab, int)
         return torch.randint(0, vocab, shape, generator=generator)
     if what == "slots":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
@@ -84,7 +84,7 @@ def _input(dtype: DType, *shape: Dim) -> Arg:
 
 def _state_tree(model: nn.Module, page_size: int, rows: int) -> ArgTree:
     with torch.device("meta"):
-        state = model.new_state(_SLOTS, _PAGES, page_size, rows)  # pyright: ignore[reportCallIssue]
+        state = cast(DecodeModule, model).new_state(_SLOTS, _PAGES, page_size, rows)
     return [_typed(layer) for layer in state]
 
 

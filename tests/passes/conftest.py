@@ -1,4 +1,4 @@
-"""`--accept` rewrites golden text instead of comparing with it."""
+"""Golden text, which `pytest --accept` rewrites instead of comparing with it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,6 @@ import pytest
 from k3fuse.testing import assert_golden
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--accept", action="store_true", help="rewrite the golden files")
 
 
 class Golden:

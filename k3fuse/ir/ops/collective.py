@@ -50,9 +50,7 @@ def _collective(
         arity(types, 1, name)
         return [rule(types[0], given, ctx)]
 
-    def group(
-        operands: list[list[Tensor]], given: Attrs, ctx: Context
-    ) -> list[tuple[Tensor, ...]]:
+    def group(operands: list[list[Tensor]], given: Attrs, ctx: Context) -> list[tuple[Tensor, ...]]:
         return [(out,) for out in run([ops[0] for ops in operands], given, ctx)]
 
     register(

@@ -32,9 +32,7 @@ def _linear(types: list[TensorType], attrs: Attrs, ctx: Context) -> TensorType:
     return result
 
 
-def _linear_reference(
-    x: Tensor, weight: Tensor, *, ctx: Context, out: str | None = None
-) -> Tensor:
+def _linear_reference(x: Tensor, weight: Tensor, *, ctx: Context, out: str | None = None) -> Tensor:
     dtype = None if out is None else DType(out).to_torch()
     if dtype == torch.float32 and ctx.types[0].placement.is_shard:
         dtype = torch.float64  # a rank's term of a sum: not rounded before it is complete
