@@ -19,7 +19,7 @@ from k3fuse.runtime.bundle import Bucket
 
 ROOT = Path(__file__).parents[1]
 FILES = ("README.md", "docs/architecture.md")
-EXCERPT_LAUNCH = "fused @layers.1.block_sparse_moe.routed_expert_up_proj {"
+EXCERPT_LAUNCH = "fused @layers.1.self_attn.o_proj {"
 
 
 def pass_table() -> str:
@@ -36,7 +36,7 @@ def pass_table() -> str:
 
 
 def ir_excerpt() -> str:
-    """One fused launch as `inspect --layer 1` prints it: the MoE tail of the tiny K3 at TP 4."""
+    """One fused launch as `inspect --layer 1` prints it: an o_proj of the tiny K3 at TP 4."""
     model = family_of("kimi-k3-tiny").build(builtin_config("kimi-k3-tiny"), "meta")
     options = CompileOptions(target="sm_90a", tp=4)
     compiled = compile_bucket(model, "kimi-k3", Bucket(1, 1, "step"), options)
@@ -75,6 +75,7 @@ def refreshed(text: str) -> str:
 
 
 def main() -> None:
+    """Rewrite the files in place and say which were stale."""
     for name in FILES:
         path = ROOT / name
         old = path.read_text()
