@@ -10,11 +10,15 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from k3fuse.compiler import compile_bucket
+from k3fuse.compiler import compile_bucket, trace_bucket
+from k3fuse.ir import parse_graph, print_graph
+from k3fuse.lowering.lower import lower
 from k3fuse.models.registry import builtin_config, family_of
 from k3fuse.options import CompileOptions
-from k3fuse.passes.pipeline import PIPELINE
+from k3fuse.passes.pipeline import PIPELINE, STOCK
+from k3fuse.report.contents import BucketReport
 from k3fuse.report.layers import layer_lines
+from k3fuse.report.summary import summarize
 from k3fuse.runtime.bundle import Bucket
 
 ROOT = Path(__file__).parents[1]
@@ -47,14 +51,37 @@ def ir_excerpt() -> str:
 
 
 def launch_table() -> str:
-    """Main-stream launches a layer of the full K3 at TP 16, from the golden files."""
-    counts: dict[str, dict[int, str]] = {}
-    for rows in (1, 8):
-        text = (ROOT / f"tests/golden/kimi-k3.tp16.m{rows}.launches").read_text()
-        for kind, numbers in re.findall(r"^([\w+]+): main \[([\d, ]+)\]", text, re.MULTILINE):
-            counts.setdefault(kind, {})[rows] = numbers.replace(", ", " or ")
-    lines = ["| layer | M = 1 | M = 8 |", "| --- | --- | --- |"]
-    lines += [f"| {kind} | {row[1]} | {row[8]} |" for kind, row in counts.items()]
+    """Launches of one layer and bytes of one rank of the full K3 at TP 16, as `inspect` counts."""
+    config = builtin_config("kimi-k3")
+    model = family_of("kimi-k3").build(config, "meta")
+    options = CompileOptions(target="gb300", tp=16, batches=(1, 8))
+    traced = print_graph(trace_bucket(model, "kimi-k3", Bucket(1, 1, "step"), options))
+    rows: dict[str, list[str]] = {}
+    bytes_read: list[str] = []
+    for batch in options.batches:
+        graph = parse_graph(traced)
+        graph.attrs.update({"dim.R": batch, "dim.M": batch})
+        stock = graph
+        for item in PIPELINE:
+            item.run(graph)
+            stock = parse_graph(print_graph(graph)) if item.name == STOCK else stock
+        plan = lower(graph, stock)
+        summary = summarize(BucketReport("", "step", plan, "", {}, ()))
+        for kind in summary.kinds:
+            if kind.kind != "ends":
+                stock_launches = kind.stock_launches.text()
+                rows.setdefault(kind.kind, [stock_launches]).append(kind.main_launches.text())
+        planned, whole, padding = (
+            f"{count / 1e9:.2f} GB"
+            for count in (plan.planned_bytes, plan.stock_bytes, plan.stock_padding_bytes)
+        )
+        cells = f"{planned} | " if batch == 1 else f" | {planned}"
+        bytes_read.append(
+            f"| bytes of a rank, M = {batch} | {whole} ({padding} padding) | {cells} |"
+        )
+    lines = ["| | stock | planned, M = 1 | planned, M = 8 |", "| --- | --- | --- | --- |"]
+    lines += [f"| launches, {kind} | {' | '.join(row)} |" for kind, row in rows.items()]
+    lines += bytes_read
     return "\n".join(lines)
 
 

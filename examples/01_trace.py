@@ -19,11 +19,10 @@ class GatedMlp(nn.Module):
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
-        like = {"dtype": torch.bfloat16, "device": "meta"}
-        self.norm = nn.Parameter(torch.empty(width, **like))
-        self.gate = nn.Linear(width, inner, bias=False, **like)
-        self.up = nn.Linear(width, inner, bias=False, **like)
-        self.down = nn.Linear(inner, width, bias=False, **like)
+        self.norm = nn.Parameter(torch.ones(width))
+        self.gate = nn.Linear(width, inner, bias=False)
+        self.up = nn.Linear(width, inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = functional.rms_norm(x, self.norm, eps=1e-5)
@@ -32,7 +31,8 @@ class GatedMlp(nn.Module):
 
 def main() -> None:
     x = Arg(TensorType(DType.BF16, ("M", 64)))
-    graph = trace(GatedMlp(64, 128), {"x": x}, outputs=lambda y: {"y": y}, name="gated_mlp")
+    mlp = GatedMlp(64, 128).bfloat16()
+    graph = trace(mlp, {"x": x}, outputs=lambda y: {"y": y}, name="gated_mlp")
     print(print_graph(graph))
 
     model = family_of("kimi-k3-tiny").build(builtin_config("kimi-k3-tiny"), "meta")

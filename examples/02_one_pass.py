@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 from k3fuse.ir import parse_graph, verify
 from k3fuse.passes.instruments import PrintChanged
 from k3fuse.passes.manager import run_passes
@@ -23,10 +21,14 @@ graph attention_input {dim.M=1, dim.R=1, target="gb300", tp=1} {
 """
 
 
+def show(text: str) -> None:
+    print(text, end="")
+
+
 def main() -> None:
     graph = parse_graph(TEXT)
     verify(graph)
-    diff = PrintChanged(sys.stdout.write)
+    diff = PrintChanged(show)
     (result,) = run_passes(graph, [pass_named("merge-projections")], instruments=[diff])
     print(f"\n{result.changes} changes")
     for refusal in result.refusals:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 
 from k3fuse.compiler import compile_bucket
@@ -13,6 +12,10 @@ from k3fuse.report.summary import group_refusals
 from k3fuse.runtime.bundle import Bucket
 
 
+def show(text: str) -> None:
+    print(text, end="")
+
+
 def main() -> None:
     model = family_of("kimi-k3-tiny").build(builtin_config("kimi-k3-tiny"), "meta")
     compiled = compile_bucket(
@@ -20,7 +23,7 @@ def main() -> None:
         "kimi-k3-tiny",
         Bucket(batch=1, rows_per_request=1, kind="step"),
         CompileOptions(target="gb300", tp=4),
-        instruments=[PrintChanged(sys.stdout.write, "quiet")],
+        instruments=[PrintChanged(show, "quiet")],
     )
     streams = Counter(launch.stream for launch in compiled.plan.launches)
     stock = sum(count for _, count in compiled.plan.stock_launches)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +21,7 @@ from torch import Tensor
 from k3fuse import functional
 from k3fuse.checkpoint.synth import synthesize
 from k3fuse.cli.load import builtin_source, open_source
-from k3fuse.models.kimi import DecodeState, StepInputs
+from k3fuse.models.kimi import DecodeState, KimiModel, StepInputs
 from k3fuse.runtime.executor import Capacity
 from k3fuse.runtime.stock import StockExecutor
 
@@ -36,16 +36,17 @@ def modules() -> list[ModuleType]:
 
 
 @contextmanager
-def accumulating_in(dtype: torch.dtype) -> Iterator[None]:
+def accumulating_in(dtype: torch.dtype) -> Generator[None]:
     """Let every op of the stock forward compute in `dtype`."""
-    saved = [(module, module.ACCUMULATE) for module in modules()]
+    name = "ACCUMULATE"
+    saved = [(module, getattr(module, name)) for module in modules()]
     for module, _ in saved:
-        module.ACCUMULATE = dtype
+        setattr(module, name, dtype)
     try:
         yield
     finally:
         for module, before in saved:
-            module.ACCUMULATE = before
+            setattr(module, name, before)
 
 
 def inputs(token: int, length: int) -> StepInputs:
@@ -71,12 +72,14 @@ def measure(steps: int = STEPS) -> dict[str, Tensor]:
         )
         opened = open_source("kimi-k3", Path(folder) / "c")
         model, exact_model = opened.module(), opened.module().double()
+    assert isinstance(model, KimiModel)
+    assert isinstance(exact_model, KimiModel)
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, config.vocab_size, (steps,), generator=generator).tolist()
+    tokens = torch.randint(0, config.vocab_size, (steps,), generator=generator)
     reference = StockExecutor(model, CAPACITY)
     rows: dict[str, list[list[Tensor]]] = {"float32": [], "rounding": [], "both": []}
     for position, token in enumerate(tokens):
-        step = inputs(token, position)
+        step = inputs(int(token), position)
         narrow = StockExecutor(model, CAPACITY, reference.state)
         exact = StockExecutor(exact_model, CAPACITY, widened(reference.state))
         with accumulating_in(torch.float32):

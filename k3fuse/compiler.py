@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from k3fuse import __version__
+from k3fuse.errors import RefusedError
 from k3fuse.ir import Graph, parse_graph, print_graph
 from k3fuse.lowering.lower import lower
 from k3fuse.lowering.recipe import merge_recipes, weight_recipe
@@ -33,6 +34,8 @@ from k3fuse.runtime.bundle import (
     cache_key,
 )
 from k3fuse.runtime.plan import Plan
+from k3fuse.schedule.from_plan import schedule_of
+from k3fuse.schedule.proof import Proof, prove_order
 from k3fuse.target import get_target
 from k3fuse.trace import trace_commit, trace_step
 
@@ -46,6 +49,7 @@ class CompiledBucket:
     plan: Plan
     dumps: dict[str, str]
     results: list[PassResult]
+    proof: Proof
     checks: list[PassCheck] = field(default_factory=list[PassCheck])
 
     @property
@@ -98,7 +102,10 @@ def compile_bucket(
     load: Load | None = None,
     instruments: Sequence[Instrument] = (),
 ) -> CompiledBucket:
-    """Trace, run the pipeline, lower. With `load` every pass is checked numerically."""
+    """Trace, run the pipeline, lower, prove the order of all accesses.
+
+    With `load` every pass is checked numerically. The proof is returned, not judged.
+    """
     graph = trace_bucket(model, name, bucket, options)
     traced = [origin.site for node in graph.leaves() for origin in node.origins]
     dumps = Dumps()
@@ -112,7 +119,9 @@ def compile_bucket(
     check_coverage(graph, traced)
     stock = parse_graph(dumps.after_pass(STOCK), STOCK)
     checks = check[0].checks if check else []
-    return CompiledBucket(bucket, graph, lower(graph, stock), dumps.texts, results, checks)
+    plan = lower(graph, stock)
+    proof = prove_order(schedule_of(plan))
+    return CompiledBucket(bucket, graph, plan, dumps.texts, results, proof, checks)
 
 
 def run_until(
@@ -173,8 +182,31 @@ def proofs(compiled: Sequence[CompiledBucket]) -> dict[str, str]:
         "coverage": "every traced op is in one launch, the recipe or the ledger of dropped ops",
         "buffers": "no two live values overlap",
         "numerics": numbers,
-        "happens_before": "not proven: the schedule proof is not part of this version",
+        "happens_before": _order_proof([item.proof for item in compiled]),
     }
+
+
+def require_proven(compiled: Sequence[CompiledBucket], *, strict: bool) -> None:
+    """Raise RefusedError for a schedule that is wrong, or with `strict` one that is not proven."""
+    for item in compiled:
+        proof = item.proof
+        reasons = [str(finding) for finding in proof.findings]
+        if strict:
+            reasons += [f"not proven: {reason}" for reason in proof.not_proven]
+        if reasons:
+            more = f" (and {len(reasons) - 3} more)" if len(reasons) > 3 else ""
+            raise RefusedError(f"schedule of {item.bucket}: {'; '.join(reasons[:3])}{more}")
+
+
+def _order_proof(found: Sequence[Proof]) -> str:
+    if not all(proof.proved for proof in found):
+        return "not proven: " + "; ".join(
+            reason for proof in found for reason in (*map(str, proof.findings), *proof.not_proven)
+        )
+    checks, seconds = sum(p.checks for p in found), sum(p.seconds for p in found)
+    return (
+        f"proved: {checks} accesses are ordered over streams, ranks and replays ({seconds:.1f} s)"
+    )
 
 
 def bundle_contents(

@@ -22,8 +22,9 @@ class Target:
     """
 
     name: str
-    arch: str  # compiler target: sm_90a, sm_100a or sm_103a
+    arch: str  # compiler target: sm_90a, sm_100a, sm_103a or sm_120a
     sm_count: int
+    threads_per_sm: int
     smem_per_sm: int
     smem_per_block: int  # most that one CTA may ask for
     l2_bytes: int
@@ -51,6 +52,7 @@ _H200_SOURCES = {
     "name": "datasheet: H200 SXM",
     "arch": "datasheet: compute capability 9.0",
     "sm_count": "datasheet: device attributes",
+    "threads_per_sm": "datasheet: CUDA programming guide, compute capability 9.0",
     "smem_per_sm": "datasheet: CUDA programming guide, compute capability 9.0",
     "smem_per_block": "datasheet: CUDA programming guide, compute capability 9.0",
     "l2_bytes": "datasheet: device attributes",
@@ -78,6 +80,7 @@ def _blackwell(
         name=name,
         arch=arch,
         sm_count=sm_count,
+        threads_per_sm=2048,
         smem_per_sm=228 * _KIB,
         smem_per_block=227 * _KIB,
         l2_bytes=126 * _MIB,
@@ -96,6 +99,7 @@ def _blackwell(
             "name": f"datasheet: {name.upper()}",
             "arch": f"datasheet: compute capability {capability}",
             "sm_count": "datasheet: device attributes as published, not read on a device here",
+            "threads_per_sm": f"datasheet: CUDA programming guide, compute capability {capability}",
             "smem_per_sm": f"datasheet: CUDA programming guide, compute capability {capability}",
             "smem_per_block": f"datasheet: CUDA programming guide, compute capability {capability}",
             "l2_bytes": "datasheet: device attributes as published, not read on a device here",
@@ -114,11 +118,53 @@ def _blackwell(
     )
 
 
+_RTX_PRO_6000 = Target(
+    name="rtx-pro-6000",
+    arch="sm_120a",
+    sm_count=188,
+    threads_per_sm=1536,
+    smem_per_sm=100 * _KIB,
+    smem_per_block=99 * _KIB,
+    l2_bytes=128 * _MIB,
+    hbm_bytes=96 * 10**9,
+    hbm_bandwidth=1.792e12,
+    read_bandwidth=1.792e12 * _READ_SHARE,
+    l2_bandwidth=_L2_BANDWIDTH_PER_SM * 188,
+    launch_edge_us=0.7,
+    cold_start_us=1.0,
+    link_bandwidth=64e9,
+    hop_us=2.0,
+    pdl=True,
+    multicast=False,
+    fp4=True,
+    provenance={
+        "name": "datasheet: RTX PRO 6000 Blackwell",
+        "arch": "datasheet: compute capability 12.0",
+        "sm_count": "datasheet: 188 SMs, not read on a device here",
+        "threads_per_sm": "datasheet: CUDA programming guide, compute capability 12.0",
+        "smem_per_sm": "datasheet: CUDA programming guide, compute capability 12.0",
+        "smem_per_block": "datasheet: CUDA programming guide, compute capability 12.0",
+        "l2_bytes": "datasheet: 128 MB, not read on a device here",
+        "hbm_bytes": "datasheet: 96 GB GDDR7",
+        "hbm_bandwidth": "datasheet: 1,792 GB/s",
+        "read_bandwidth": f"assumption: {_READ_SHARE} of the nominal bandwidth",
+        "l2_bandwidth": "assumption: the H200's measured bandwidth an SM times the SM count",
+        "launch_edge_us": "assumption: as measured on an H200",
+        "cold_start_us": "assumption: as measured on an H200",
+        "link_bandwidth": "datasheet: PCIe 5.0 x16, 64 GB/s each way",
+        "hop_us": "assumption: as assumed for an H200, though there is no NVLink",
+        "pdl": "datasheet: compute capability 12.0",
+        "multicast": "datasheet: no NVLink",
+        "fp4": "datasheet: compute capability 12.0",
+    },
+)
+
 _ROWS = (
     Target(
         name="h200",
         arch="sm_90a",
         sm_count=132,
+        threads_per_sm=2048,
         smem_per_sm=228 * _KIB,
         smem_per_block=227 * _KIB,
         l2_bytes=60 * _MIB,
@@ -147,12 +193,19 @@ _ROWS = (
     _blackwell(
         "gb300", "sm_103a", sm_count=152, hbm_bytes=288 * 10**9, capacity_source="288 GB HBM3e"
     ),
+    _RTX_PRO_6000,
 )
 
 TARGETS: Mapping[str, Target] = {row.name: row for row in _ROWS}
 """GPU name -> its row."""
 
-DEFAULT_GPU: Mapping[str, str] = {"sm_90a": "h200", "sm_100a": "b200", "sm_103a": "gb300"}
+DEFAULT_GPU: Mapping[str, str] = {
+    "sm_90a": "h200",
+    "sm_100a": "b200",
+    "sm_103a": "gb300",
+    "sm_120a": "rtx-pro-6000",
+    "sm_120": "rtx-pro-6000",
+}
 """Architecture -> the GPU that it stands for when only the architecture is given."""
 
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import typer
+from typer.core import TyperGroup
 from typer.main import get_command
 
 from docs import refresh
 from k3fuse.cli import app, main
-from k3fuse.ir import all_ops
+from k3fuse.ir import all_ops, parse_graph, verify
 from k3fuse.passes.base import Pass
 from k3fuse.passes.pipeline import PIPELINE
 
@@ -51,6 +52,7 @@ def console_lines(page: Path) -> list[str]:
     return [line.removeprefix("$ ") for line in text.splitlines() if line.startswith("$ ")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [p for p in PAGES if shell_lines(p)], ids=name)
 def test_shell_lines_run(
     page: Path,
@@ -75,13 +77,18 @@ def test_shell_lines_run(
         printed = capsys.readouterr()
         complaint = printed.err.strip()
         assert not complaint.startswith(("k3fuse:", "Usage")), f"{name(page)}: {line}: {complaint}"
-        assert printed.out.strip() or "-o" in arguments, f"{name(page)}: {line}: prints nothing"
+        silent = arguments[0] == "diff" or "-o" in arguments
+        if "--json" in arguments:
+            keys = set(json.loads(printed.out))
+            missing = {key for key in keys if f"`{key}`" not in (ROOT / "docs/cli.md").read_text()}
+            assert not missing, f"docs/cli.md: {line}: {sorted(missing)}"
+        assert printed.out.strip() or silent, f"{name(page)}: {line}: prints nothing"
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if console_lines(p)], ids=name)
 def test_console_lines_parse(page: Path) -> None:
     group = get_command(app)
-    assert isinstance(group, typer.core.TyperGroup)
+    assert isinstance(group, TyperGroup)
     for line in console_lines(page):
         program, command, *arguments = shlex.split(line, comments=True)
         assert program == "k3fuse"
@@ -139,3 +146,24 @@ def test_before_and_after_mention_existing_ops(item: Pass) -> None:
     assert called <= set(all_ops()), f"{item.name}: {sorted(called - set(all_ops()))}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_whole_graphs_are_well_formed(page: Path) -> None:
+    for text in blocks(page, "text"):
+        if text.startswith("graph "):
+            graph = parse_graph(text, name(page))
+            verify(graph)
+
+
+def test_readme_states_the_figures_of_the_tool(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "README.md").read_text()
+    (command,) = (line for line in shell_lines(ROOT / "README.md") if "roofline" in line)
+    with contextlib.suppress(SystemExit):
+        main([*shlex.split(command)[1:], "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert (
+        f"{found['bytes'] / 1e9:.2f} GB / {found['bandwidth_bytes_per_s'] / 1e12:.0f} TB/s" in text
+    )
+    assert f"= {found['floor_ms']:.2f} ms, {found['tokens_per_s']:.0f} tok/s" in text
+    assert f"{found['share']:.0%} of it".replace("%", " %") in text
+    assert f"{found['everything_else_us_per_layer']:.1f} us a layer" in text
+    assert f"passes   {len(PIPELINE)}," in text

@@ -28,12 +28,13 @@ def test_rows_are_plausible(name: str) -> None:
     assert target.launch_edge_us > 0
     assert target.cold_start_us > 0
     assert target.arch in DEFAULT_GPU
+    assert target.threads_per_sm in (1536, 2048)
 
 
 @pytest.mark.parametrize(("arch", "gpu"), DEFAULT_GPU.items())
 def test_arch_resolves_to_a_gpu_of_that_arch(arch: str, gpu: str) -> None:
     assert get_target(arch) is get_target(gpu)
-    assert get_target(arch).arch == arch
+    assert get_target(arch).arch.removesuffix("a") == arch.removesuffix("a")
 
 
 def test_published_figures() -> None:
@@ -44,6 +45,16 @@ def test_published_figures() -> None:
     assert get_target("gb300").provenance["read_bandwidth"].startswith("assumption")
     assert not get_target("h200").fp4
     assert get_target("b200").fp4
+
+
+def test_a_later_architecture_is_not_a_larger_one() -> None:
+    """Compute capability 12.0 has less shared memory and fewer threads an SM than 9.0."""
+    small, large = get_target("sm_120"), get_target("sm_90a")
+    assert small is get_target("sm_120a") is get_target("rtx-pro-6000")
+    assert (small.sm_count, small.smem_per_block, small.smem_per_sm) == (188, 99 << 10, 100 << 10)
+    assert small.threads_per_sm == 1536 < large.threads_per_sm
+    assert small.smem_per_block < large.smem_per_block
+    assert not small.multicast
 
 
 def test_same_rows_are_equal_and_hashable() -> None:

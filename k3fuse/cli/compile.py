@@ -22,6 +22,7 @@ from k3fuse.compiler import (
     compile_bucket,
     joint_hash,
     proofs,
+    require_proven,
     run_until,
 )
 from k3fuse.errors import InputError
@@ -33,7 +34,7 @@ from k3fuse.passes.instruments import Dumps, Emit, Instrument, PrintAfterAll, Pr
 from k3fuse.passes.numeric_check import Load
 from k3fuse.passes.pipeline import PIPELINE, pass_named
 from k3fuse.report.summary import group_refusals, summarize
-from k3fuse.runtime.bundle import write_bundle
+from k3fuse.runtime.bundle import require_replaceable, write_bundle
 from k3fuse.target import get_target
 
 CHECK_BYTES = 1 << 29
@@ -92,6 +93,9 @@ def compile_(
         bool | None,
         typer.Option(help="Check numbers after each pass (default: small checkpoints)."),
     ] = None,
+    strict: Annotated[
+        bool, typer.Option(help="Fail on a schedule that is not proven, not only on a wrong one.")
+    ] = True,
     print_after_all: Annotated[
         bool, typer.Option("--print-after-all", help="Print the IR after every pass.")
     ] = False,
@@ -134,6 +138,8 @@ def compile_(
         prefetch=prefetch,
         bisect_limit=bisect_limit,
     )
+    if output is not None:
+        require_replaceable(output)
     source = _source(model, checkpoint, no_weights)
     buckets = buckets_of(options)
     module = source.meta_module()
@@ -158,6 +164,7 @@ def compile_(
             compiled.append(
                 compile_bucket(module, model, bucket, options, load=load, instruments=instruments)
             )
+    require_proven(compiled, strict=strict)
     if output is not None:
         write_bundle(
             output,

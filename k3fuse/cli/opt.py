@@ -22,7 +22,7 @@ def register(app: typer.Typer) -> None:
 
 
 def opt(
-    file: Annotated[Path, typer.Argument(help="IR text, or - for standard input.")],
+    file: Annotated[Path | None, typer.Argument(help="IR text, or - for standard input.")] = None,
     passes: Annotated[
         list[str] | None, typer.Option("-p", "--pass", help="Pass to run; may be given again.")
     ] = None,
@@ -41,6 +41,8 @@ def opt(
         for item in PIPELINE:
             print(f"{item.name:22s} {(item.__doc__ or '').splitlines()[0]}")
         return
+    if file is None:
+        raise InputError("name a file of IR text, or - for standard input")
     if passes and after:
         raise InputError("--pass and --after exclude each other: --after names a whole tail")
     chosen = [pass_named(name) for name in passes or []]

@@ -19,6 +19,9 @@ from k3fuse.lowering.recipe import merge_recipes, weight_recipe
 from k3fuse.passes.numeric_check import Load, NumericCheck, PassCheck
 from k3fuse.passes.pipeline import STOCK
 from k3fuse.runtime.bundle import MANIFEST, Bucket, Bundle, read_bundle
+from k3fuse.schedule.from_plan import schedule_of
+from k3fuse.schedule.proof import prove_order
+from k3fuse.target import get_target
 
 
 def register(app: typer.Typer) -> None:
@@ -133,8 +136,12 @@ class _BucketCheck:
             raise RefusedError("the graph that runs is not its last dump")
         if lower(final, parse_graph(stock, STOCK)).hash() != plan.hash():
             raise RefusedError("the plan is not that of its graph")
-        if (plan.tp, plan.target) != (manifest.tp, manifest.target):
+        if (plan.tp, get_target(plan.target)) != (manifest.tp, get_target(manifest.target)):
             raise RefusedError(f"{MANIFEST} names another target or TP than the plan")
+        proof = prove_order(schedule_of(plan))
+        if not proof.proved:
+            reasons = [*map(str, proof.findings), *proof.not_proven]
+            raise RefusedError(f"its schedule is not proven: {'; '.join(reasons[:3])}")
 
 
 def _recipe_differs(bundle: Bundle) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from k3fuse.ir import Graph
 from k3fuse.passes.base import Pass, PassResult
 
-Emit = Callable[[str], None]
+Emit = Callable[[str], object]
 
 
 class Instrument:

@@ -41,7 +41,7 @@ class ShardStock(Pass):
     Heads, expert and MLP widths and the vocabulary are cut; what feeds a norm or a router stays
     whole. The sum of an up-projection and a partial sum is formed by column shards and gathered
     (the latent tail of the stock engines), and sums of two all-reduces share one. The result is
-    what reports call "stock": one launch an op. Order: after absorb-mla and split-attn-res, before
+    what reports call "stock": one launch an op. Order: after absorb-mla, before
     all passes that move bytes between ranks. (K3 spec 3)
     """
 

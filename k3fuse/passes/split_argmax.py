@@ -27,6 +27,7 @@ class SplitArgmax(Pass):
     """
 
     name: ClassVar[str] = "split-argmax"
+    required: ClassVar[bool] = True  # gathered logits would be returned from a mailbox
 
     def rewrite(self, edit: Edit) -> None:
         for node in list(edit.graph.leaves()):

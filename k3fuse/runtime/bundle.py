@@ -222,7 +222,7 @@ def write_bundle(directory: Path, contents: Contents) -> Manifest:
     Raises InputError when `directory` is something else than a bundle or an empty folder.
     """
     directory = directory.resolve()
-    _require_replaceable(directory)
+    require_replaceable(directory)
     files = dict(_files(contents))
     manifest = _manifest(contents, files)
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -334,7 +334,8 @@ def _plain(value: object) -> object:
     raise TypeError(f"{value!r} is no JSON data")
 
 
-def _require_replaceable(directory: Path) -> None:
+def require_replaceable(directory: Path) -> None:
+    """InputError unless `directory` is absent, empty, or a bundle that may be replaced."""
     if not directory.exists():
         return
     if not directory.is_dir():

@@ -18,7 +18,7 @@ ActionKind = Literal[
     "read",  # load from an object
     "write",  # store to an object
     "wait",  # griddepcontrol.wait: all launches before on the stream are complete and visible
-    "trigger",  # griddepcontrol.launch_dependents: the next launch may start
+    "trigger",  # griddepcontrol.launch_dependents: the next launch may start; see ScheduledLaunch
     "publish",  # store one use of a mailbox into every peer's stage
     "poll",  # spin until every peer's part of one use has arrived
     "rearm",  # write the empty pattern into the stage that the mailbox's rule names
@@ -46,20 +46,29 @@ class Action:
 
 @dataclass(frozen=True)
 class ScheduledLaunch:
-    """A launch and its resources. grid in CTAs, cluster in CTAs, smem in bytes a CTA.
+    """A launch and its resources. grid (0: no kernel yet) and cluster in CTAs, smem in bytes a CTA.
 
-    spins: its CTAs wait for one another or for peers, so all of them must be resident together.
-    host_metadata: it reads a host value when it is launched, which a replay would not repeat.
+    A trigger that ends the program is the one that completion gives: no instruction, and the next
+    launch starts with all stores visible. Any other trigger makes nothing visible, and where a
+    program names none, it may come at any time.
+
+    ctas_per_sm: how many of its CTAs share an SM by its launch bounds (registers are not modelled,
+    so one is all that can be counted on otherwise). smem_parts: (what for, bytes) of smem, checked
+    against it when given. spins: its CTAs wait for one another or for peers, so all of them must be
+    resident together. host_metadata: it reads a host value when it is launched, which a replay
+    would not repeat.
     """
 
     name: str
     stream: str
     after: tuple[Edge, ...]
     program: tuple[Action, ...]
-    grid: int = 1
+    grid: int = 0
     cluster: int = 1
     threads: int = 128
     smem: int = 0
+    ctas_per_sm: int = 1
+    smem_parts: tuple[tuple[str, int], ...] = ()
     spins: bool = False
     host_metadata: bool = False
 
@@ -83,9 +92,10 @@ class MailboxRule:
     """A ring that peers write: stages, uses a step, and which stage a reader re-arms.
 
     Use k of step s is use g = s * uses + k of the ring and works on stage g mod stages. The reader
-    of use g re-arms the stage of use g + rearm; rearm 0 means that nobody does (a ring whose reuse
-    is guarded by barriers). payload_excludes_sentinel: producers never send the pattern that means
-    empty. control: the word that counts its uses ("" when uses are numbered by the plan). space:
+    of use g re-arms the stage of use g + rearm; rearm 0 means that nobody does: words carry the
+    number of their use, and barriers guard the reuse. payload_excludes_sentinel: producers never
+    send the pattern that means empty. control: the word that counts its uses ("" when uses are
+    numbered by the plan). space:
     "peer" (unicast stores) or "multicast" (multimem only).
     """
 

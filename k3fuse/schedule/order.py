@@ -9,10 +9,14 @@ order, so the cost is linear in the graph and exact.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, cast
 
-import networkx as nx
+import networkx
 
 from k3fuse.schedule.model import Action, Schedule, ScheduledLaunch
+
+nx = cast(Any, networkx)  # what it says of its types is partial
 
 Key = tuple[int, int, str]
 """(step, rank, launch name)."""
@@ -91,7 +95,7 @@ def _add_moments(order: Order) -> None:
                 count = len(launch.program)
                 line = [Moment(step, rank, launch, i) for i in range(-1, count + 1)]
                 order.moments[step, rank, launch.name] = line
-                order.edges.extend(zip(line, line[1:], strict=False))
+                order.edges.extend(pairwise(line))
 
 
 def _add_stream_edges(order: Order) -> None:
@@ -121,11 +125,14 @@ def _gate(order: Order, step: int, rank: int) -> Moment:
 
 
 def _trigger(line: list[Moment]) -> Moment:
-    """When the next launch may start: the explicit trigger, else the completion."""
-    return next((m for m in line if m.action and m.action.kind == "trigger"), line[-1])
+    """When the next launch may start: at the trigger; at the end if the trigger is the last action;
+    at any time if there is none, which is all that a PDL edge alone promises."""
+    found = next((m for m in line if m.action and m.action.kind == "trigger"), line[0])
+    return line[-1] if found is line[-2] and found is not line[0] else found
 
 
 def _add_exchange_edges(order: Order) -> None:
+    """A poll comes after all publishes of its use; nobody leaves a barrier before all arrived."""
     published: dict[tuple[int, str, int], list[Moment]] = {}
     barriers: dict[tuple[int, str, int], list[Moment]] = {}
     polls: list[tuple[tuple[int, str, int], Moment]] = []
@@ -139,8 +146,9 @@ def _add_exchange_edges(order: Order) -> None:
                 published.setdefault(key, []).append(moment)
             elif action.kind == "poll":
                 polls.append((key, moment))
-            elif action.kind == "barrier":
-                barriers.setdefault(key, []).append(moment)
+            elif action.kind == "barrier":  # all ranks run the same program
+                at = (moment.step, moment.launch.name, moment.index)
+                barriers.setdefault(at, []).append(moment)
     for key, moment in polls:
         order.edges.extend((source, moment) for source in published.get(key, []))
     for moments in barriers.values():
@@ -153,15 +161,11 @@ def _add_exchange_edges(order: Order) -> None:
 
 def _learn(order: Order) -> None:
     lines = [m for line in order.moments.values() for m in line]
-    graph: nx.DiGraph[int] = nx.DiGraph()
     number = {id(m): i for i, m in enumerate(lines)}
-    graph.add_nodes_from(range(len(lines)))
-    graph.add_edges_from((number[id(a)], number[id(b)]) for a, b in order.edges)
-    try:
-        topological = list(nx.topological_sort(graph))
-    except nx.NetworkXUnfeasible:
-        cycle = [lines[a] for a, _ in nx.find_cycle(graph)]
-        raise Deadlock(cycle) from None
+    sources: list[list[int]] = [[] for _ in lines]
+    for earlier, later in order.edges:
+        sources[number[id(later)]].append(number[id(earlier)])
+    topological = _sorted(sources, lines)
     bits = 0
     for moment in lines:
         action = moment.action
@@ -171,8 +175,19 @@ def _learn(order: Order) -> None:
             bits += 1
     for node in topological:
         moment = lines[node]
-        for source in graph.predecessors(node):
+        for source in sources[node]:
             earlier = lines[source]
             moment.known |= earlier.known
             if earlier.bit >= 0:
                 moment.known |= 1 << earlier.bit
+
+
+def _sorted(sources: list[list[int]], lines: list[Moment]) -> list[int]:
+    """Node numbers in topological order. Raises Deadlock with one cycle."""
+    graph = nx.DiGraph()
+    graph.add_nodes_from(range(len(lines)))
+    graph.add_edges_from((a, b) for b, earlier in enumerate(sources) for a in earlier)
+    try:
+        return list(nx.topological_sort(graph))
+    except networkx.NetworkXUnfeasible:
+        raise Deadlock([lines[a] for a, _ in nx.find_cycle(graph)]) from None

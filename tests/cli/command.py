@@ -34,8 +34,7 @@ def call(*arguments: object) -> Outcome:
         try:
             main([str(argument) for argument in arguments])
         except SystemExit as stop:
-            assert stop.code is None or isinstance(stop.code, int)
-            code = stop.code or 0
+            code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     return Outcome(code, out.getvalue(), err.getvalue())
 
 

@@ -67,9 +67,7 @@ def link_outside(bundle: Path) -> None:
         (link_outside, ["recipe.ir", "outside the bundle"]),
     ],
 )
-def test_run(
-    small: Path, tmp_path: Path, spoil: Callable[[Path], None], words: list[str]
-) -> None:
+def test_run(small: Path, tmp_path: Path, spoil: Callable[[Path], None], words: list[str]) -> None:
     bundle = tmp_path / "bundle"
     shutil.copytree(small, bundle)
     spoil(bundle)

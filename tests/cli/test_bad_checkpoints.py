@@ -82,9 +82,7 @@ def _header(data: bytes) -> tuple[int, dict[str, Any]]:
         (wrong_shape, ["embed_tokens.weight", "[128, 512]", "[512, 128]"]),
     ],
 )
-def test_spoiled(
-    k3: Path, tmp_path: Path, spoil: Callable[[Path], None], words: list[str]
-) -> None:
+def test_spoiled(k3: Path, tmp_path: Path, spoil: Callable[[Path], None], words: list[str]) -> None:
     checkpoint, bundle = tmp_path / "checkpoint", tmp_path / "bundle"
     shutil.copytree(k3, checkpoint)
     spoil(checkpoint)

@@ -14,7 +14,7 @@ from k3fuse.passes.base import PassResult
 from k3fuse.passes.fuse_kda_core import FuseKdaCore
 from k3fuse.passes.merge_projections import MergeProjections
 from k3fuse.passes.pipeline import PIPELINE
-from tests.cli.command import call, call_ok, refused
+from tests.cli.command import call_ok, refused
 from tests.cli.conftest import Compiled
 
 NAMES = [item.name for item in PIPELINE]
@@ -105,11 +105,9 @@ def test_json_stays_alone() -> None:
 def test_bisect(k3: Path, tmp_path: Path, limit: int) -> None:
     """However many passes are kept, the bundle verifies and says the same tokens."""
     bundle = tmp_path / "bundle"
-    outcome = call_ok(
-        *("compile", "kimi-k3", k3, "--tp", 2, "--bisect-limit", limit, "--no-check"),
-        *("-o", bundle, "--json"),
+    call_ok(
+        *("compile", "kimi-k3", k3, "--tp", 2, "--bisect-limit", limit, "--no-check", "-o", bundle)
     )
-    del outcome
     assert call_ok("verify", bundle, "--json").data["ok"]
     run = ("run", bundle, "--prompt-ids", "7,8", "--max-new-tokens", 3, "--json", "--executor")
     tokens = [call_ok(*run, name).data["tokens"] for name in ("reference", "stock")]
@@ -159,5 +157,3 @@ def test_a_pass_that_changes_numbers(
 
 def _compile(checkpoint: Path) -> tuple[Any, ...]:
     return ("compile", "kimi-k3", checkpoint, "--tp", 4)
-
-

@@ -112,7 +112,7 @@ def test_a_plan_that_is_not_of_its_graph(copy: Path) -> None:
 
 def test_a_recipe_that_is_not_of_the_graphs(copy: Path) -> None:
     def swapped(text: str) -> str:
-        a, b = "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.k_proj.weight"
+        a, b = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "qk")
         return text.replace(f'"{a}"', '"x"').replace(f'"{b}"', f'"{a}"').replace('"x"', f'"{b}"')
 
     rewrite(copy, "recipe.ir", swapped)
