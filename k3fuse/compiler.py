@@ -35,7 +35,7 @@ from k3fuse.runtime.bundle import (
 )
 from k3fuse.runtime.plan import Plan
 from k3fuse.schedule.from_plan import schedule_of
-from k3fuse.schedule.proof import Proof, prove_order
+from k3fuse.schedule.proof import Proof, prove
 from k3fuse.target import get_target
 from k3fuse.trace import trace_commit, trace_step
 
@@ -120,7 +120,7 @@ def compile_bucket(
     stock = parse_graph(dumps.after_pass(STOCK), STOCK)
     checks = check[0].checks if check else []
     plan = lower(graph, stock)
-    proof = prove_order(schedule_of(plan))
+    proof = prove(schedule_of(plan))
     return CompiledBucket(bucket, graph, plan, dumps.texts, results, proof, checks)
 
 
@@ -182,7 +182,7 @@ def proofs(compiled: Sequence[CompiledBucket]) -> dict[str, str]:
         "coverage": "every traced op is in one launch, the recipe or the ledger of dropped ops",
         "buffers": "no two live values overlap",
         "numerics": numbers,
-        "happens_before": _order_proof([item.proof for item in compiled]),
+        **_schedule_proofs([item.proof for item in compiled]),
     }
 
 
@@ -198,15 +198,22 @@ def require_proven(compiled: Sequence[CompiledBucket], *, strict: bool) -> None:
             raise RefusedError(f"schedule of {item.bucket}: {'; '.join(reasons[:3])}{more}")
 
 
-def _order_proof(found: Sequence[Proof]) -> str:
-    if not all(proof.proved for proof in found):
-        return "not proven: " + "; ".join(
-            reason for proof in found for reason in (*map(str, proof.findings), *proof.not_proven)
-        )
+def _schedule_proofs(found: Sequence[Proof]) -> dict[str, str]:
+    open_ends = [
+        reason for proof in found for reason in (*map(str, proof.findings), *proof.not_proven)
+    ]
+    if open_ends:
+        return {"schedule": "not proven: " + "; ".join(open_ends)}
     checks, seconds = sum(p.checks for p in found), sum(p.seconds for p in found)
-    return (
-        f"proved: {checks} accesses are ordered over streams, ranks and replays ({seconds:.1f} s)"
-    )
+    without = sum(len(p.no_resources) for p in found)
+    return {
+        "happens_before": f"proved: {checks} accesses are ordered over streams, ranks and replays",
+        "mailboxes": "explored: no interleaving of 2 or 3 ranks deadlocks, loses or mixes up a value",
+        "co_residency": f"not proven: {without} launches have no kernel, so no resources, yet"
+        if without
+        else "proved: launches that spin fit beside what may run with them",
+        "schedule_seconds": f"{seconds:.2f}",
+    }
 
 
 def bundle_contents(

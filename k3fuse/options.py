@@ -9,7 +9,7 @@ from typing import Literal
 from k3fuse.errors import InputError
 
 MAX_BATCH = 64
-"""Requests a step can hold: skinny and small-tile kernels end there (design: M up to 64)."""
+"""Rows, and so requests, that a step can hold: the kernels for few rows end there."""
 
 MAX_ROWS_PER_REQUEST = 8
 """Rows of a verify step: the last token and up to seven drafts (K3 spec 6.4)."""
@@ -51,6 +51,12 @@ class CompileOptions:
                 f"--verify-rows {self.verify_rows}: a verify step has 2 to {MAX_ROWS_PER_REQUEST} "
                 "rows a request"
             )
+        for batch in self.batches:
+            if batch * self.verify_rows > MAX_BATCH:
+                raise InputError(
+                    f"--batch {batch} --verify-rows {self.verify_rows}: "
+                    f"{batch * self.verify_rows} rows, a step holds at most {MAX_BATCH}"
+                )
         if self.page_size < 1 or self.max_context < 1 or not 1 <= self.context <= self.max_context:
             raise InputError(
                 f"--context {self.context}, --max-context {self.max_context}, --page-size "

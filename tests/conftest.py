@@ -12,6 +12,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--accept", action="store_true", help="rewrite the golden files")
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Functions by name, without their address, which differs between the workers of xdist."""
+    name = getattr(val, "__name__", None) if callable(val) else None
+    return None if name is None else argname if name == "<lambda>" else str(name)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests marked `gpu` on a machine without CUDA, and say why."""
     if torch.cuda.is_available():

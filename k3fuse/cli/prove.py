@@ -59,6 +59,8 @@ def _schedules(path: Path) -> list[Schedule]:
     """What is to be proved; InputError names the file and the line."""
     if path.is_dir():
         bundle = read_bundle(path)
+        if not bundle.buckets:
+            raise InputError(f"{path}: a bundle without plans: compile again")
         return [schedule_of(bundle.plan(bucket)) for bucket in bundle.buckets]
     try:
         text = path.read_text(encoding="utf-8")

@@ -20,7 +20,7 @@ from k3fuse.passes.numeric_check import Load, NumericCheck, PassCheck
 from k3fuse.passes.pipeline import STOCK
 from k3fuse.runtime.bundle import MANIFEST, Bucket, Bundle, read_bundle
 from k3fuse.schedule.from_plan import schedule_of
-from k3fuse.schedule.proof import prove_order
+from k3fuse.schedule.proof import prove
 from k3fuse.target import get_target
 
 
@@ -138,7 +138,7 @@ class _BucketCheck:
             raise RefusedError("the plan is not that of its graph")
         if (plan.tp, get_target(plan.target)) != (manifest.tp, get_target(manifest.target)):
             raise RefusedError(f"{MANIFEST} names another target or TP than the plan")
-        proof = prove_order(schedule_of(plan))
+        proof = prove(schedule_of(plan))
         if not proof.proved:
             reasons = [*map(str, proof.findings), *proof.not_proven]
             raise RefusedError(f"its schedule is not proven: {'; '.join(reasons[:3])}")

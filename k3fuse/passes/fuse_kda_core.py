@@ -18,9 +18,9 @@ class FuseKdaCore(Pass):
     After:
         fused @layers.0.self_attn.kda_core { ...the three... }
 
-    All parts are per head, so a CTA needs nothing from another. The second half of a low-rank output
-    gate joins as the decay projection does. Order: after merge-projections, which leaves both alone
-    (their inputs have no other reader).
+    All parts are per head, so a CTA needs nothing from another. The second half of a low-rank
+    output gate joins as the decay projection does. Order: after merge-projections, which leaves
+    both alone (their inputs have no other reader).
     """
 
     name: ClassVar[str] = "fuse-kda-core"

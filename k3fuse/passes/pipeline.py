@@ -17,6 +17,7 @@ from k3fuse.passes.fuse_prologue import FusePrologue
 from k3fuse.passes.group_attn_res import GroupAttnRes
 from k3fuse.passes.insert_l2_prefetch import InsertL2Prefetch
 from k3fuse.passes.insert_pdl import InsertPdl
+from k3fuse.passes.keep_received import KeepReceived
 from k3fuse.passes.lower_collectives import LowerCollectives
 from k3fuse.passes.merge_projections import MergeProjections
 from k3fuse.passes.shard_stock import ShardStock
@@ -45,6 +46,7 @@ PIPELINE: tuple[Pass, ...] = (
     LowerCollectives(),  # after all passes that look for whole collectives
     FuseComm(),
     FusePrologue(),  # after fuse-comm: producers keep their epilogues
+    KeepReceived(),  # when it is settled which launches read what
     FormLaunches(),
     InsertL2Prefetch(),
     AssignStreams(),

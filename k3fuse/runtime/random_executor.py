@@ -254,6 +254,19 @@ class _Machine:
                 f"{action.use} of {action.target} and saw different words"
             )
 
+    def close(self, run: Running) -> None:
+        own = {action.target for action in run.program if action.kind == "write"}
+        for action in run.program:
+            name = action.target
+            if action.kind != "read" or name in own:
+                continue
+            again, seen = self._read(run.rank, name, run.launch.name), run.seen[name]
+            if again is not seen and (isinstance(again, Tensor) or again != seen):
+                raise OrderFailure(
+                    f"step {run.step} rank {run.rank} @{run.launch.name}: {name} changed before "
+                    "all blocks had read it"
+                )
+
     def finish(self, rank: int, step: int) -> None:
         if rank == 0:
             self.outputs.append({})
@@ -303,7 +316,9 @@ class _Machine:
     def _write(self, run: Running, action: Action) -> None:
         written = self._computed(run)
         name = action.target
-        if name in self._states[run.rank]:
+        if name not in written.states and name not in written.activations:
+            raise InputError(f"@{run.launch.name} does not compute {name}, which it is to write")
+        if name in written.states:
             self._states[run.rank][name] = written.states[name]
             return
         held = written.activations[name]

@@ -45,7 +45,7 @@ class Layout:
 
 
 def layout_of(value: Value, graph: Graph) -> Layout:
-    """Unrounded f32 terms of a sum are kept in float64, as everywhere in the reference (Op.wide)."""
+    """Unrounded f32 terms of a sum are kept in float64, as the reference does (Op.wide)."""
     dims = graph.dims
     local = value.type.local_shape(graph.tp)
     shape = tuple(dims[d] if isinstance(d, str) else d for d in local)

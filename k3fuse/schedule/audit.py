@@ -57,8 +57,10 @@ def audit_kernel(
     "not arrived". Findings name kernel, line of the text and parameter; ParseError when the text
     has no such entry or is not understood.
 
-    Shared memory hand-over is not followed: a thread that never waits itself must not read dynamic
-    data, even behind a barrier that a waiting thread has reached.
+    Hand-over between threads is not followed. A thread that never waits itself must not read
+    dynamic data, even behind a barrier that a waiting thread has reached; its stores are taken to
+    be results of what a waiting thread handed to it, and only stores that a wait can follow are
+    refused.
     """
     kernel = read_kernel(ptx, entry)
     conditions = Conditions(kernel)

@@ -90,13 +90,18 @@ def _reader(ring: int, rearm: int, end_barrier: bool) -> tuple[Op, ...]:
     return tuple(program)
 
 
-@functools.lru_cache(maxsize=256)
 def check_protocol(protocol: Protocol, *, limit: int = STATE_LIMIT) -> ProtocolResult:
     """Explore every interleaving. REJECT comes with a shortest counter-example, ACCEPT means that
     no word is ever lost, stale or overwritten unread and no rank ever waits for ever.
 
-    Raises VerifyError when a launch polls uses out of order, or a turn has too many of them.
+    Raises VerifyError when a turn has more uses than words can tell apart.
     """
+    # names do not tell protocols apart, so a result that is known may bear another one
+    return dataclasses.replace(_explored(protocol, limit), protocol=protocol)
+
+
+@functools.lru_cache(maxsize=256)
+def _explored(protocol: Protocol, limit: int) -> ProtocolResult:
     begin = time.perf_counter()
     explorer = Explorer(protocol)
     found = explorer.explore(limit)
@@ -119,7 +124,7 @@ def check_mailboxes(schedule: Schedule, *, ranks: tuple[int, ...] = RANKS) -> li
 
     Rings with equal rules that are used alike give one result a number of ranks, under the name of
     the first. Other rings and other launches can only add order, so each ring is explored alone.
-    What a ring cannot be explored for (launches that may overlap, uses out of order) is NOT PROVEN.
+    A ring whose launches may overlap, or repeat after too many uses, is NOT PROVEN.
     """
     if not schedule.mailboxes:
         return []
@@ -140,11 +145,9 @@ def check_mailboxes(schedule: Schedule, *, ranks: tuple[int, ...] = RANKS) -> li
                 results[key] = _open(rule, count, overlap)
                 continue
             try:
-                found = check_protocol(protocol)
+                results[key] = check_protocol(protocol)
             except VerifyError as error:
                 results[key] = _open(rule, count, str(error))
-            else:  # a cached result may bear the name of another ring
-                results[key] = dataclasses.replace(found, protocol=protocol)
     return list(results.values())
 
 

@@ -124,24 +124,22 @@ class Explorer:
             for s in range(self.n)
         ]
         self.polls = [[i for i, op in enumerate(ops) if op.kind == "poll"] for ops in p.launches]
-        # read[l][c][q]: polls of ring q in a turn before launch l, and its first c polls
-        self.read: list[list[list[int]]] = []
-        done = [0] * len(p.rings)
-        for ops, polls in zip(p.launches, self.polls, strict=True):
-            rows = [list(done)]
-            for i in polls:
-                if ops[i].use != done[ops[i].ring]:
-                    raise VerifyError(
-                        f"{p.name}: use {ops[i].use} of ring {p.rings[ops[i].ring].name} is "
-                        f"polled where use {done[ops[i].ring]} is next: read uses in order"
-                    )
-                done[ops[i].ring] += 1
-                rows.append(list(done))
-            self.read.append(rows)
-        if any(count != p.uses for count in done) or p.uses > MAX_USES:
+        if p.uses > MAX_USES:
             raise VerifyError(
-                f"{p.name}: {done} uses are polled a turn, of {p.uses} (at most {MAX_USES})"
+                f"{p.name}: {p.uses} uses before the launches repeat, at most {MAX_USES} can be "
+                "told apart"
             )
+        # to_read[l][c][q]: bit u is set when use u of ring q is polled in launch l, after its first
+        # c polls, or in a later launch of the turn
+        self.to_read: list[list[list[int]]] = []
+        bits = [0] * len(p.rings)
+        for ops, polls in zip(reversed(p.launches), reversed(self.polls), strict=True):
+            rows = [list(bits)]
+            for i in reversed(polls):
+                bits[ops[i].ring] |= 1 << ops[i].use
+                rows.append(list(bits))
+            self.to_read.append(rows[::-1])
+        self.to_read.reverse()
         # passed[l][i]: barriers in a turn before op i of launch l
         self.passed: list[list[int]] = []
         barriers = 0
@@ -213,11 +211,14 @@ class Explorer:
         behind = any(i < done for i in self.polls[launch][lag:])
         return behind and any(op.kind == "barrier" for op in ops[done:])
 
-    def _read(self, rank: _Rank, ring: int) -> int:
-        """How many uses of a ring both blocks of a rank have read."""
+    def _unread(self, rank: _Rank, ring: int, use: int) -> bool:
+        """Whether a block of a rank has still to read a use."""
         turn, launch, done, lag, _ = rank
+        use -= turn * self.protocol.uses
+        if not 0 <= use < self.protocol.uses:
+            return use >= 0
         leader = sum(i < done for i in self.polls[launch])
-        return turn * self.protocol.uses + self.read[launch][min(leader, lag)][ring]
+        return bool(self.to_read[launch][min(leader, lag)][ring] >> use & 1)
 
     def _moves(self, state: _State) -> list[tuple[_Label, _State | _Bad]]:
         ranks, memory = state
@@ -267,7 +268,7 @@ class Explorer:
         word, value = stores[at]
         ring, receiver, stage, sender = self.where[word]
         held = memory[word]
-        unread = held != _EMPTY and held - _BIAS >= self._read(ranks[receiver], ring)
+        unread = held != _EMPTY and self._unread(ranks[receiver], ring, held - _BIAS)
         if value == _EMPTY:
             label = ("rearm", r, ring, 0, sender, stage)
             if unread:

@@ -206,6 +206,7 @@ class _Body:
     def read(self) -> None:
         scope, at = 0, self.start
         label = re.compile(r"([%$A-Za-z_][\w$]*)\s*:(?!:)")
+        table = re.compile(r"\s*\.branchtargets\s+([^;]*);")
         while True:
             while at < self.end and self.text[at].isspace():
                 at += 1
@@ -219,12 +220,12 @@ class _Body:
                 scope = self.parents[scope]
                 at += 1
             elif match := label.match(self.text, at, self.end):
-                self.labels[scope, match.group(1)] = len(self.items)
-                at = match.end()
-                table = re.compile(r"\s*\.branchtargets\s+([^;]*);").match(self.text, at)
-                if table:
-                    self.tables[scope, match.group(1)] = re.split(r"[\s,]+", table.group(1).strip())
-                    at = table.end()
+                name, at = match.group(1), match.end()
+                if listed := table.match(self.text, at):
+                    self.tables[scope, name] = re.split(r"[\s,]+", listed.group(1).strip())
+                    at = listed.end()
+                else:
+                    self.labels[scope, name] = len(self.items)
             else:
                 stop = self.text.find(";", at, self.end)
                 if stop < 0:

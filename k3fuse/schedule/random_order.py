@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from k3fuse.errors import InputError
 from k3fuse.schedule.model import Action, Schedule, ScheduledLaunch
 
 Store = Callable[[], None]
@@ -60,6 +61,11 @@ class Machine(Protocol):
         """Another block of the launch polls the same use: OrderFailure if it sees other words."""
         ...
 
+    def close(self, run: Running) -> None:
+        """A launch ends, and with it a block that reads as late as can be: OrderFailure if it sees
+        other bytes than the launch has read."""
+        ...
+
     def finish(self, rank: int, step: int) -> None:
         """A rank has completed a step: OrderFailure when its outputs are wrong."""
         ...
@@ -68,7 +74,8 @@ class Machine(Protocol):
 class CompiledSchedule:
     """A schedule with its edges as positions, and without the actions that order and move nothing.
 
-    Reads of weights and of host values go: no launch writes them.
+    Reads of weights and of host values go: no launch writes them. Raises InputError for an edge
+    from a launch that is not there.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -83,6 +90,8 @@ class CompiledSchedule:
         self.on_end: list[list[int]] = [[] for _ in launches]
         for i, launch in enumerate(launches):
             for edge in launch.after:
+                if edge.source not in at:
+                    raise InputError(f"@{launch.name} follows @{edge.source}, which is not there")
                 source = at[edge.source]
                 (self.on_trigger if edge.kind == "pdl" else self.on_end)[source].append(i)
                 if edge.kind == "pdl":
@@ -109,6 +118,8 @@ class _Clock:
     ended: list[bool] = field(default_factory=list[bool])
     ready: list[int] = field(default_factory=list[int])
     running: list[Running] = field(default_factory=list[Running])
+    parked: dict[int, list[Running]] = field(default_factory=dict[int, "list[Running]"])
+    """Launches at their wait, by the position of the launch that they wait for."""
     left: int = 0
 
 
@@ -129,7 +140,7 @@ class RandomOrder:
         self._uniform = draw.random() < 0.2
         self._start_bias = draw.choice((0.0, 0.0, 10.0))
         self._store_bias = draw.choice((0.0, -10.0, -10.0))
-        self._again_bias = draw.choice((0.0, -10.0))
+        self._late_bias = draw.choice((0.0, -10.0))
         self._rank_bias = [0.0] * ranks
         self._favour_late = draw.choice((0.0, 0.0, 2.0))  # launches that come later in the list
         self._change = draw.choice((0.0, 0.01, 0.1))
@@ -144,10 +155,7 @@ class RandomOrder:
             events = [event for clock in self._clocks for event in self._events(clock)]
             if not events:
                 break
-            if self._uniform:
-                chosen = self._random.choice(events)
-            else:
-                chosen = max(events, key=_first)
+            chosen = self._random.choice(events) if self._uniform else max(events, key=_first)
             chosen[1]()
         if any(clock.step < self._steps for clock in self._clocks):
             raise OrderFailure(f"deadlock: {self._stuck()}")
@@ -180,8 +188,11 @@ class RandomOrder:
                 bias = priority + self._store_bias
                 found.append((bias, lambda r=run: self._make_visible(clock, r)))
             if run.polls and not self._machine.missing(run, run.polls[0]):
-                bias = priority + self._again_bias
+                bias = priority + self._late_bias
                 found.append((bias, lambda r=run: self._poll_again(clock, r)))
+            if _over(run):
+                bias = priority + self._late_bias
+                found.append((bias, lambda r=run: self._end(clock, r)))
         return found
 
     def _enabled(self, clock: _Clock, run: Running) -> bool:
@@ -205,7 +216,7 @@ class RandomOrder:
         program = self._compiled.programs[position]
         run = Running(clock.rank, clock.step, position, launch, program)
         clock.running.append(run)
-        self._end_if_over(clock, run)
+        self._settle(clock, run)
 
     def _go_on(self, clock: _Clock, run: Running) -> None:
         """At least one action of a launch, and perhaps the next ones too."""
@@ -225,15 +236,15 @@ class RandomOrder:
                 break
         if self._change and draw.random() < self._change:
             self._priority[clock.rank, run.position] = draw.uniform(-1.0, 1.0)
-        self._end_if_over(clock, run)
+        self._settle(clock, run)
 
     def _make_visible(self, clock: _Clock, run: Running) -> None:
         run.stores.pop(self._random.randrange(len(run.stores)))()
-        self._end_if_over(clock, run)
+        self._settle(clock, run)
 
     def _poll_again(self, clock: _Clock, run: Running) -> None:
         self._machine.poll_again(run, run.polls.pop(0))
-        self._end_if_over(clock, run)
+        self._settle(clock, run)
 
     def _trigger(self, clock: _Clock, run: Running) -> None:
         if not run.triggered:
@@ -246,11 +257,28 @@ class RandomOrder:
             if clock.needs[position] == 0:
                 clock.ready.append(position)
 
-    def _end_if_over(self, clock: _Clock, run: Running) -> None:
-        if run.done < len(run.program) or run.stores or run.polls:
+    def _settle(self, clock: _Clock, run: Running) -> None:
+        """End a launch that is over and has read nothing (any other ends by an event of its own);
+        park one that has to wait."""
+        if _over(run):
+            if not run.seen:
+                self._end(clock, run)
             return
+        if run.stores or run.polls or run.program[run.done].kind != "wait":
+            return
+        for source in self._compiled.waits_for[run.position]:
+            if not clock.ended[source]:
+                clock.running.remove(run)
+                clock.parked.setdefault(source, []).append(run)
+                return
+
+    def _end(self, clock: _Clock, run: Running) -> None:
+        self._machine.close(run)
         clock.running.remove(run)
         clock.ended[run.position] = True
+        for waiting in clock.parked.pop(run.position, []):
+            clock.running.append(waiting)
+            self._settle(clock, waiting)
         clock.left -= 1
         self._trigger(clock, run)
         self._release(clock, self._compiled.on_end[run.position])
@@ -272,9 +300,13 @@ class RandomOrder:
                         what += f" use {action.use} (no words from rank {senders})"
                     if action.kind != "wait":
                         found.append(f"{where} @{run.launch.name}: {what}")
-            if not clock.running and clock.step < self._steps:
+            if not clock.running and not clock.parked and clock.step < self._steps:
                 found.append(f"{where}: no launch may start")
         return "; ".join(found) or "every launch waits for another"
+
+
+def _over(run: Running) -> bool:
+    return run.done == len(run.program) and not run.stores and not run.polls
 
 
 def _first(event: _Event) -> float:

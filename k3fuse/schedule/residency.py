@@ -176,4 +176,5 @@ class _Overlaps:
 
 
 def _kib(size: int) -> str:
-    return f"{size / _KIB:.1f}".removesuffix(".0")
+    """Rounded up, so that a byte too much shows."""
+    return f"{-(-size * 10 // _KIB) / 10:.1f}".removesuffix(".0")

@@ -37,6 +37,7 @@ ROW_OPS = frozenset(
         "attn_res_merge",
         "attn_res_mix",
         "sum_slots",
+        "receive",
         "slice",
         "view",
         "argmax_pick",

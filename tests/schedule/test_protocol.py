@@ -128,10 +128,27 @@ def test_beyond_the_limit_nothing_is_proven() -> None:
     assert "more than 100 states" in found.reason
 
 
-def test_uses_are_read_in_order() -> None:
-    launches = ((Op("publish"), Op("publish", 0, 1)), (Op("poll", 0, 1), Op("poll", 0, 0)))
-    with pytest.raises(VerifyError, match="read uses in order"):
-        check_protocol(Protocol("back", 2, (Ring("box", 3, 2),), launches, 2))
+def test_a_use_that_is_read_again_with_the_next_one() -> None:
+    """The re-arm behind the next use is that of its stage, while a block may still poll it."""
+    launches = (
+        (Op("publish"),),
+        (Op("poll"), Op("rearm")),
+        (Op("publish", 0, 1),),
+        (Op("poll", 0, 1), Op("poll", 0, 0), Op("rearm", 0, 1)),
+    )
+    three = Protocol("again", 2, (Ring("box", 3, 2),), launches, 2)
+    found = check_protocol(three)
+    assert found.kind == "lost value"
+    assert found.counterexample[-1].endswith("wait for ever for use 0 from rank 0")
+    assert (
+        check_protocol(dataclasses.replace(three, rings=(Ring("box", 4, 2),))).verdict == "ACCEPT"
+    )
+
+
+def test_too_many_uses_before_the_launches_repeat() -> None:
+    launches = tuple((Op("publish", 0, use), Op("poll", 0, use)) for use in range(71))
+    with pytest.raises(VerifyError, match="71 uses before the launches repeat"):
+        check_protocol(Protocol("long", 2, (Ring("box", 3, 2),), launches, 71))
 
 
 def exchange(uses: int, **rule: int | bool) -> Schedule:

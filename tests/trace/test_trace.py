@@ -209,7 +209,9 @@ UNSUPPORTED: list[tuple[Callable[[Any, Any], Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "message"), UNSUPPORTED, ids=lambda v: str(v)[:30])
+@pytest.mark.parametrize(
+    ("call", "message"), UNSUPPORTED, ids=lambda v: None if callable(v) else str(v)[:30]
+)
 def test_an_unsupported_call_names_its_line(call: Any, message: str) -> None:
     line = line_of(call, "lambda")
     with pytest.raises(TraceError, match=message) as error:
@@ -231,7 +233,9 @@ SUPPORTED: list[tuple[Callable[[Any, Any], Any], list[str]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "expected"), SUPPORTED, ids=lambda v: str(v)[:30])
+@pytest.mark.parametrize(
+    ("call", "expected"), SUPPORTED, ids=lambda v: None if callable(v) else str(v)[:30]
+)
 def test_supported_calls(call: Any, expected: list[str]) -> None:
     assert ops(traced(Calls(call))) == expected
 

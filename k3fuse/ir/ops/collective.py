@@ -115,6 +115,15 @@ def _sum_slots_reference(slots: Tensor, *, ctx: Context, out: str | None = None)
     return rank_order_sum([slots[rank] for rank in range(slots.shape[0])], _rounded(out, ctx))
 
 
+def _receive(types: list[TensorType], attrs: Attrs, ctx: Context) -> TensorType:
+    arity(types, 1, "receive")
+    return types[0]
+
+
+def _receive_reference(x: Tensor) -> Tensor:
+    return x
+
+
 def _chunks(parts: list[Tensor], dim: int) -> list[list[Tensor]]:
     """chunks[owner][source]."""
     cut = [part.chunk(len(parts), dim) for part in parts]
@@ -183,6 +192,12 @@ _collective(
     lambda parts, attrs, _: _gathered(parts, _dim(attrs)),
     ("dim",),
     doc="every rank's shard into its place in every rank's mailbox",
+)
+declare(
+    "receive",
+    _receive,
+    _receive_reference,
+    doc="what arrived in the own mailbox, kept beyond the mailbox's next use",
 )
 declare(
     "sum_slots",
