@@ -208,9 +208,9 @@ def _schedule_proofs(found: Sequence[Proof]) -> dict[str, str]:
     without = sum(len(p.no_resources) for p in found)
     return {
         "happens_before": f"proved: {checks} accesses are ordered over streams, ranks and replays",
-        "mailboxes": "explored: no interleaving of 2 or 3 ranks deadlocks, loses or mixes up a value",
+        "mailboxes": "explored: no interleaving of 2 or 3 ranks deadlocks or loses a value",
         "co_residency": f"not proven: {without} launches have no kernel, so no resources, yet"
-        if without
+        if without or not found
         else "proved: launches that spin fit beside what may run with them",
         "schedule_seconds": f"{seconds:.2f}",
     }

@@ -7,10 +7,12 @@ from collections.abc import Iterator, Mapping
 
 from k3fuse.errors import InputError
 from k3fuse.runtime.plan import Launch, Plan
+from k3fuse.schedule.roles import BULK_OPS
 
 OUTSIDE = -1
 """The layer number of what lies before and after the decoder layers."""
 
+_OP = re.compile(r"(?:= |^\s*)(\w+)\(")
 _LAYER = re.compile(r"(?:^|[ .%@])layers\.(\d+)\b")
 
 
@@ -79,8 +81,8 @@ def representative_layers(plan: Plan) -> dict[int, str]:
 def lines_by_layer(text: str) -> Mapping[int, list[str]]:
     """layer -> the lines of IR text that belong to it, in order, groups kept whole.
 
-    A node belongs to the latest layer that its origins name, as a launch does; an input to the
-    layer in its name. The head and the return line belong to none.
+    A node or group belongs to the layer that it works for, as a launch does (`lowering.lower`); an
+    input to the layer in its name. The head and the return line belong to none.
     """
     found: dict[int, list[str]] = {}
     for block in _blocks(text):
@@ -109,9 +111,17 @@ def _blocks(text: str) -> Iterator[list[str]]:
 
 
 def _layer_of_block(block: list[str]) -> int:
-    origins = [line.rpartition(" from ")[2] for line in block if " from " in line]
-    named = [int(n) for text in origins or block[:1] for n in _LAYER.findall(text)]
-    if named:
-        return max(named)
-    state = re.match(r"  state %state\.(\d+)\.", block[0])
-    return int(state[1]) if state else OUTSIDE
+    leaves = [
+        (op[1], max(map(int, _LAYER.findall(origins)), default=OUTSIDE))
+        for line in block
+        for call, found, origins in [line.rpartition(" from ")]
+        if found and (op := _OP.search(call))
+    ]
+    if not leaves:
+        named = [int(n) for n in _LAYER.findall(block[0])]
+        state = re.match(r"  state %state\.(\d+)\.", block[0])
+        return max(named) if named else int(state[1]) if state else OUTSIDE
+    if all(op == "attn_res_blocks" for op, _ in leaves):
+        return min((layer for _, layer in leaves if layer >= 0), default=OUTSIDE)
+    bulk = [layer for op, layer in leaves if op in BULK_OPS]
+    return bulk[-1] if bulk else min(layer for _, layer in leaves)

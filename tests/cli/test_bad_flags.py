@@ -25,7 +25,7 @@ from tests.cli.command import refused
         (["--batch", ""], ["--batch", "not an integer"]),
         (["--batch", "1,1"], ["--batch 1,1", "twice"]),
         (["--target", "sm_130"], ["unknown target 'sm_130'", "sm_103a"]),
-        (["--target", "sm_120"], ["unknown target 'sm_120'", "gb300"]),
+        (["--target", "sm_12"], ["unknown target 'sm_12'", "gb300"]),
         (["--verify-rows", "9"], ["--verify-rows 9", "2 to 8"]),
         (["--protocol", "ring"], ["--protocol ring", "two_shot"]),
         (["--bisect-limit", "-1"], ["--bisect-limit -1"]),
@@ -109,7 +109,7 @@ def test_opt(small: Path, tmp_path: Path) -> None:
     [
         (["roofline", "llama"], "unknown model 'llama'"),
         (["roofline", "kimi-k3", "--tp", "0"], "tp is 0"),
-        (["roofline", "kimi-k3", "--gpu", "sm_120"], "unknown target 'sm_120'"),
+        (["roofline", "kimi-k3", "--gpu", "sm_12"], "unknown target 'sm_12'"),
         (["roofline", "kimi-k3", "--measured-ms", "0"], "measured_ms is 0.0"),
         (["synth", "kimi-k9", "there"], "unknown model 'kimi-k9'"),
         (["synth", "kimi-k3-tiny", "there", "--shards", "0"], "--shards 0"),

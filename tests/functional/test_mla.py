@@ -146,7 +146,7 @@ def test_pages_in_any_order() -> None:
 
 
 def test_chunks_equal_single_rows() -> None:
-    case = make()
+    case = make(torch.bfloat16)
     cache = append(case)
     whole = attend(case, cache).view(2, ROWS, -1)
     serial = case.cache

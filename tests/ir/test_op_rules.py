@@ -66,6 +66,7 @@ ACCEPTED: list[tuple[str, str, dict[str, Attr], str]] = [
     ("push_chunks", "bf16[M,8]@P", {"dim": 1}, "bf16[2,M,8]@S(2)"),
     ("push_gather", "bf16[M,8]@S(1)", {"dim": 1}, "bf16[M,8]"),
     ("sum_slots", "bf16[2,M,8]", {}, "bf16[M,8]"),
+    ("receive", "bf16[M,8]", {}, "bf16[M,8]"),
     ("sum_slots", "bf16[2,M,8]@S(2)", {}, "bf16[M,8]@S(1)"),
     ("take_shard", "bf16[4,8]", {"dim": 0}, "bf16[4,8]@S(0)"),
     ("slice", "bf16[M,8]@S(0)", {"dim": 1, "start": 2, "stop": 5}, "bf16[M,3]@S(0)"),
