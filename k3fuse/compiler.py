@@ -35,7 +35,7 @@ from k3fuse.runtime.bundle import (
 )
 from k3fuse.runtime.plan import Plan
 from k3fuse.schedule.from_plan import schedule_of
-from k3fuse.schedule.proof import Proof, prove
+from k3fuse.schedule.proof import ASSUMPTIONS, Proof, prove
 from k3fuse.target import get_target
 from k3fuse.trace import trace_commit, trace_step
 
@@ -203,7 +203,7 @@ def _schedule_proofs(found: Sequence[Proof]) -> dict[str, str]:
         reason for proof in found for reason in (*map(str, proof.findings), *proof.not_proven)
     ]
     if open_ends:
-        return {"schedule": "not proven: " + "; ".join(open_ends)}
+        return {"happens_before": "not proven: " + "; ".join(open_ends)}
     checks, seconds = sum(p.checks for p in found), sum(p.seconds for p in found)
     without = sum(len(p.no_resources) for p in found)
     return {
@@ -212,7 +212,8 @@ def _schedule_proofs(found: Sequence[Proof]) -> dict[str, str]:
         "co_residency": f"not proven: {without} launches have no kernel, so no resources, yet"
         if without or not found
         else "proved: launches that spin fit beside what may run with them",
-        "schedule_seconds": f"{seconds:.2f}",
+        "schedule": f"took {seconds:.2f} s; assumes {len(ASSUMPTIONS)} facts of the memory model "
+        "(k3fuse prove BUNDLE lists them)",
     }
 
 

@@ -1,0 +1,1 @@
+"""Safetensors checkpoints: opening, auditing, reading parameter by parameter, and synthesising."""

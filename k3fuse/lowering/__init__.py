@@ -1,0 +1,1 @@
+"""Graph -> plan: operands and storage, buffers, mailboxes, bytes and times, the weight recipe."""
