@@ -19,8 +19,10 @@ from k3fuse.functional.mla import (
 from k3fuse.functional.model_op import model_op
 from k3fuse.functional.moe import moe_experts, route_topk
 from k3fuse.functional.norm import gated_rms_norm, rms_norm
+from k3fuse.functional.precision import UNROUNDED
 
 __all__ = [
+    "UNROUNDED",
     "argmax",
     "attn_res_blocks",
     "attn_res_merge",

@@ -15,7 +15,7 @@ def linear(
     """x W^T without bias: x [M, K], weight [N, K] -> [M, N], rounded once to `out_dtype`.
 
     `out_dtype` defaults to x's dtype. Router and LM head ask for float32, which a float64 run
-    keeps as float64 (K3 spec 2.0).
+    keeps as float64 (K3 spec 2.0); terms of a longer sum ask for `UNROUNDED`.
     """
     y = x.to(ACCUMULATE) @ weight.to(ACCUMULATE).T
     if out_dtype is None:

@@ -56,8 +56,8 @@ def moe_experts(
 ) -> torch.Tensor:
     """Weighted sum of the chosen experts' gated MLPs: z [M, Z] -> [M, Z] in `out_dtype`.
 
-    `out_dtype` defaults to z's dtype; a rank that holds a slice of I asks for float32, so that the
-    sum over ranks is rounded once (a float64 run keeps float64).
+    `out_dtype` defaults to z's dtype; where the result is a term of a longer sum, over ranks or
+    with a shared expert, it is `UNROUNDED`.
 
     ids [M, k] int32 and weights [M, k] float32 from `route_topk`. w1 (gate) and w3 (up)
     [E, I, Z], w2 (down) [E, Z, I]; with scales the weights are MXFP4: packed uint8 [E, I, Z/2],

@@ -13,6 +13,10 @@ it round the same numbers to the same bits.
 """
 
 
+UNROUNDED = ACCUMULATE
+"""As `out_dtype`: a term of a sum that is rounded when it is complete; float32 in a kernel."""
+
+
 def float32_or_wider(dtype: torch.dtype) -> torch.dtype:
     """The dtype of a result that the contract states in float32: float64 in a float64 run."""
     return torch.promote_types(dtype, torch.float32)

@@ -335,8 +335,8 @@ class SparseMoe(nn.Module):
         ids, weights = self.gate(x)
         z = self.routed_expert_down_proj(x) if self.has_latent else x
         if not self.has_latent:  # one rounding of the whole sum, so that ranks can share a reduce
-            routed = self.experts(z, ids, weights, out_dtype=torch.float32)
-            return (routed + self.shared_experts(x, out_dtype=torch.float32)).to(x.dtype)
+            routed = self.experts(z, ids, weights, functional.UNROUNDED)
+            return (routed + self.shared_experts(x, functional.UNROUNDED)).to(x.dtype)
         routed = self.experts(z, ids, weights)
         if self.has_latent_norm:
             routed = self.routed_expert_norm(routed)

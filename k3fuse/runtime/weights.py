@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import torch
 from torch import Tensor
 
 from k3fuse.errors import InputError
 from k3fuse.ir import Environment, Graph, Value, run_node, shard_tensor
+from k3fuse.tensor_type import DType
 
 Load = Callable[[str], Tensor]
 """Parameter path -> the whole parameter."""
@@ -57,6 +59,7 @@ def _load(
             f"parameter {value.binding} has shape {list(tensor.shape)}, the bundle was compiled "
             f"for {value.type}: load the checkpoint that the bundle names, or compile again"
         )
+    env.exact |= tensor.dtype == torch.float64 and value.type.dtype != DType.F64
     env.write(value, shard_tensor(tensor, value.type, recipe.tp))
     if id(value) in wanted:
         yield value.name, env.read(value)

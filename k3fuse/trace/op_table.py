@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torch.nn import functional as torch_functional
 
+from k3fuse.functional import UNROUNDED
 from k3fuse.ir import Attr, all_ops
 from k3fuse.tensor_type import TensorType, dtype_of
 
@@ -68,10 +69,17 @@ def _model_op(
         elif isinstance(value, list | tuple):
             lists.extend(cast("Sequence[fx.Proxy]", value))
         elif isinstance(value, torch.dtype):
-            attrs[key.removesuffix("_dtype")] = str(dtype_of(value))
+            attrs |= _rounding(value)
         elif value is not None or key in all_ops()[name].attrs:
             attrs[key] = cast(Attr, value)
     return Call(name, operands + lists, {k: v for k, v in attrs.items() if k != "out_dtype"})
+
+
+def _rounding(out_dtype: torch.dtype) -> dict[str, Attr]:
+    """Attributes for an `out_dtype`: an unrounded result is f32 in the graph, and says so."""
+    if out_dtype == UNROUNDED:
+        return {"out": "f32", "unrounded": True}
+    return {"out": str(dtype_of(out_dtype))}
 
 
 def _type(proxy: fx.Proxy) -> TensorType:

@@ -57,10 +57,10 @@ def _cast(types: list[TensorType], attrs: Attrs, ctx: Context) -> TensorType:
     return TensorType(dtype, x.shape, x.placement)
 
 
-def _cast_reference(x: Tensor, dtype: str) -> Tensor:
+def _cast_reference(x: Tensor, dtype: str, *, ctx: Context) -> Tensor:
     wanted = DType(dtype).to_torch()
     # An exact (fp64) run keeps fp64 through every cast: rounding is what it leaves out.
-    return x if x.dtype == torch.float64 and wanted.is_floating_point else x.to(wanted)
+    return x if ctx.exact and wanted.is_floating_point else x.to(wanted)
 
 
 _binary("add", sums=True)
@@ -76,4 +76,11 @@ declare(
 )
 declare("silu_mul", _gated, functional.silu_mul, doc="silu(gate) * up, fp32 inside")
 declare("sigmoid_mul", _gated, functional.sigmoid_mul, doc="x * sigmoid(gate), fp32 inside")
-declare("cast", _cast, _cast_reference, ("dtype",), doc="round or widen to `dtype`")
+declare(
+    "cast",
+    _cast,
+    _cast_reference,
+    ("dtype",),
+    ranked=True,
+    doc="round or widen to `dtype`",
+)

@@ -7,7 +7,15 @@ from torch import Tensor
 
 from k3fuse import functional
 from k3fuse.ir.op import Attrs, Context, require
-from k3fuse.ir.ops.rules import arity, declare, divisible, replicated, same_shape, sharded_dim
+from k3fuse.ir.ops.rules import (
+    arity,
+    declare,
+    divisible,
+    replicated,
+    result_dtype,
+    same_shape,
+    sharded_dim,
+)
 from k3fuse.tensor_type import PARTIAL, DType, TensorType, shard
 
 
@@ -32,10 +40,10 @@ def _linear(types: list[TensorType], attrs: Attrs, ctx: Context) -> TensorType:
     return result
 
 
-def _linear_reference(x: Tensor, weight: Tensor, *, ctx: Context, out: str | None = None) -> Tensor:
-    dtype = None if out is None else DType(out).to_torch()
-    if dtype == torch.float32 and ctx.types[0].placement.is_shard:
-        dtype = torch.float64  # a rank's term of a sum: not rounded before it is complete
+def _linear_reference(
+    x: Tensor, weight: Tensor, *, ctx: Context, out: str | None = None, unrounded: bool = False
+) -> Tensor:
+    dtype = result_dtype(out, term=unrounded or ctx.types[0].placement.is_shard)
     return functional.linear(x, weight, out_dtype=dtype)
 
 
@@ -98,7 +106,7 @@ declare(
     "linear",
     _linear,
     _linear_reference,
-    ("out",),
+    ("out", "unrounded"),
     ranked=True,
     doc="y = x W^T, fp32 accumulation, one rounding to `out` (default: the dtype of x)",
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from k3fuse import functional
@@ -16,6 +15,7 @@ from k3fuse.ir.ops.rules import (
     float_attr,
     int_attr,
     replicated,
+    result_dtype,
     sharded_dim,
     size,
 )
@@ -61,11 +61,13 @@ def _experts(types: list[TensorType], attrs: Attrs, ctx: Context) -> TensorType:
 
 
 def _experts_reference(
-    *operands: Tensor, ctx: Context, out: str | None = None, **attrs: Any
+    *operands: Tensor,
+    ctx: Context,
+    out: str | None = None,
+    unrounded: bool = False,
+    **attrs: Any,
 ) -> Tensor:
-    dtype = None if out is None else DType(out).to_torch()
-    if dtype == torch.float32 and ctx.types[3].placement.is_shard:
-        dtype = torch.float64  # a rank's term of a sum: not rounded before it is complete
+    dtype = result_dtype(out, term=unrounded or ctx.types[3].placement.is_shard)
     return functional.moe_experts(*operands, **attrs, out_dtype=dtype)
 
 
@@ -80,7 +82,7 @@ declare(
     "moe_experts",
     _experts,
     _experts_reference,
-    ("activation", "beta", "linear_beta", "out"),
+    ("activation", "beta", "linear_beta", "out", "unrounded"),
     ranked=True,
     doc="sum over a row's experts of weight * W2 act(W1 z, W3 z) (K3 spec 2.8)",
 )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
+from k3fuse import functional
 from k3fuse.ir.op import Attrs, Context, LocalReference, Op, register, require
 from k3fuse.tensor_type import DType, TensorType
 
@@ -118,6 +120,14 @@ def int_attr(attrs: Attrs, key: str) -> int:
 def accumulator(dtype: DType) -> DType:
     """fp32 arithmetic, or fp64 when the operands are fp64 (the exact interpreter)."""
     return DType.F64 if dtype == DType.F64 else DType.F32
+
+
+def result_dtype(out: str | None, *, term: bool) -> torch.dtype | None:
+    """The torch dtype of attribute `out`; a term of a sum is rounded when the sum is whole."""
+    if out is None:
+        return None
+    dtype = DType(out)
+    return functional.UNROUNDED if term and dtype == DType.F32 else dtype.to_torch()
 
 
 def sharded_dim(type_: TensorType, dim: int) -> bool:
