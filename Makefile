@@ -8,10 +8,10 @@ STAMP := $(VENV)/.k3fuse-setup
 DEMO := build/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check size
+.PHONY: help setup demo test check prove-campaign size
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## build the virtual environment (again only when its inputs change)
 
@@ -35,6 +35,9 @@ check: setup ## lint, format, types, tests: what CI runs
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python -m pytest -n 2
+
+prove-campaign: setup ## break plans on purpose: the proof and random orders must notice (ARGS=--all: full K3 too)
+	$(BIN)/python benchmarks/prove_campaign.py $(ARGS)
 
 size: ## lines of Python by folder
 	@find k3fuse tests examples benchmarks -name '*.py' 2>/dev/null | xargs wc -l | awk ' \

@@ -8,7 +8,7 @@ import typer
 
 from k3fuse import __version__
 from k3fuse.cli import compile as compile_command
-from k3fuse.cli import diff, doctor, inspect, opt, prove, roofline, run, synth, verify
+from k3fuse.cli import diff, doctor, inspect, kernel, opt, prove, roofline, run, synth, verify
 from k3fuse.cli.output import err_console
 from k3fuse.errors import K3FuseError
 
@@ -32,7 +32,11 @@ def _root(
         print(context.get_help())
 
 
-for _command in (synth, compile_command, verify, prove, run, inspect, opt, diff, roofline, doctor):
+_COMMANDS = (
+    *(synth, compile_command, verify, prove, run),
+    *(inspect, diff, opt, kernel, roofline, doctor),
+)
+for _command in _COMMANDS:
     _command.register(app)
 
 

@@ -2,7 +2,7 @@
 
 Whatever the schedule leaves unordered may happen in any order, at the grain of single actions of
 a launch: a read takes the bytes that lie there at that moment. So a schedule that orders too
-little computes a wrong number or waits for ever in some order.
+little reads what it should not, computes a wrong number or waits for ever in some order.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from k3fuse.errors import InputError, VerifyError
-from k3fuse.ir import Environment, Graph, Value, run_node, shard_tensor
+from k3fuse.ir import Graph, Value
 from k3fuse.ir.interpreter import Ranks
-from k3fuse.ir.ops.collective import PUSHES
 from k3fuse.ir.state import state_roots
+from k3fuse.runtime.lockstep import Expected, StepTensors, run_lockstep
 from k3fuse.runtime.plan import Plan
 from k3fuse.runtime.rank_body import Layout, Payload, RankBody, Written, layout_of
 from k3fuse.runtime.storage import POISON, WIDEN
+from k3fuse.runtime.versions import THE_STEP, ExpectedVersions, Version, Versions
 from k3fuse.schedule.edges import launches_of
 from k3fuse.schedule.model import Action, MailboxRule, Schedule
 from k3fuse.schedule.random_order import (
@@ -35,9 +36,6 @@ from k3fuse.schedule.random_order import (
 MEMO_LIMIT = 50_000
 """Results of launches that are kept, by what they were computed from."""
 
-StepTensors = Mapping[str, Tensor]
-"""Global step inputs by the last part of their binding: tokens, lengths, block_table, slots."""
-
 
 @dataclass
 class RandomRun:
@@ -47,13 +45,6 @@ class RandomRun:
     ok: bool
     outputs: list[dict[str, Tensor]]
     failure: str = ""
-
-
-@dataclass(frozen=True)
-class _Expected:
-    outputs: list[dict[str, list[bytes]]]  # step -> value -> rank -> bytes
-    states: dict[str, Ranks]
-    inputs: list[dict[str, Ranks]]  # step -> value name -> ranks
 
 
 class RandomExecutor:
@@ -78,20 +69,21 @@ class RandomExecutor:
         self.roots = state_roots(graph)
         self.bodies = {n.name: RankBody(n, graph, weights, self.roots) for n in nodes}
         self.layouts = {v.name: layout_of(v, graph) for v in graph.values()}
-        self.pushed = {
-            (launch.name, o.storage, o.use): o.value
-            for launch in plan.launches
-            for o in launch.operands
-            if o.access == "mailbox"
-        }
-        self.places = {value: (ring, use) for (_, ring, use), value in self.pushed.items()}
+        self.pushed: dict[tuple[str, str], dict[int, str]] = {}  # (launch, ring) -> use -> value
+        self.places: dict[str, tuple[str, int]] = {}  # value -> ring, use
+        for launch in plan.launches:
+            for o in launch.operands:
+                if o.access == "mailbox":
+                    self.pushed.setdefault((launch.name, o.storage), {})[o.use] = o.value
+                    self.places[o.value] = (o.storage, o.use)
         self.states = {
             value.name: states[value.binding] if states is not None else self._zeros(value)
             for value in graph.inputs
             if value.kind == "state"
         }
         self.memo: dict[tuple[object, ...], tuple[Written, object]] = {}
-        self._expected: tuple[Sequence[StepTensors], _Expected] | None = None
+        self._expected: tuple[Sequence[StepTensors], Expected] | None = None
+        self._compiled: tuple[Schedule, CompiledSchedule, ExpectedVersions] | None = None
 
     def run(self, schedule: Schedule, inputs: Sequence[StepTensors], seed: int) -> RandomRun:
         """Run one order of as many steps as there are inputs, on the ranks of the plan.
@@ -102,8 +94,11 @@ class RandomExecutor:
         if {launch.name for launch in schedule.launches} != names:
             raise InputError(f"schedule {schedule.name} does not have the launches of the plan")
         expected = self._reference(inputs)
-        machine = _Machine(self, schedule, expected)
-        order = RandomOrder(CompiledSchedule(schedule), machine, self.tp, len(inputs), seed)
+        if self._compiled is None or self._compiled[0] is not schedule:
+            self._compiled = (schedule, CompiledSchedule(schedule), ExpectedVersions(schedule))
+        _, compiled, versions = self._compiled
+        machine = _Machine(self, schedule, expected, Versions(versions, self.tp))
+        order = RandomOrder(compiled, machine, self.tp, len(inputs), seed)
         try:
             order.run()
             machine.check_states()
@@ -115,36 +110,11 @@ class RandomExecutor:
         layout = layout_of(value, self.graph)
         return [torch.zeros(layout.shape, dtype=layout.dtype) for _ in range(self.tp)]
 
-    @torch.no_grad()
-    def _reference(self, inputs: Sequence[StepTensors]) -> _Expected:
-        """All ranks in lockstep, node by node, without arena and mailboxes."""
-        if self._expected is not None and self._expected[0] is inputs:
-            return self._expected[1]
-        env = _Lockstep(self)
-        values = [value for value in self.graph.inputs if value.kind == "input"]
-        outputs: list[dict[str, list[bytes]]] = []
-        cut: list[dict[str, Ranks]] = []
-        for step, tensors in enumerate(inputs):
-            given: dict[str, Ranks] = {}
-            for value in values:
-                name = value.binding.rpartition(".")[2]
-                if name not in tensors:
-                    raise InputError(f"step {step} has no input '{name}'")
-                given[value.name] = shard_tensor(tensors[name], value.type, self.tp)
-            cut.append(given)
-            env.begin({id(value): given[value.name] for value in values})
-            for launch in launches_of(self.graph):
-                for leaf in launch.body:
-                    run_node(leaf, env, self.tp, self.graph.dims)
-            outputs.append(
-                {
-                    name: [self.layouts[name].encode(t) for t in env.read(self.graph.value(name))]
-                    for _, name in self.plan.outputs
-                }
-            )
-        found = _Expected(outputs, env.states, cut)
-        self._expected = (inputs, found)
-        return found
+    def _reference(self, inputs: Sequence[StepTensors]) -> Expected:
+        if self._expected is None or self._expected[0] is not inputs:
+            found = run_lockstep(self.plan, self.graph, self.weights, self.states, inputs)
+            self._expected = (inputs, found)
+        return self._expected[1]
 
 
 def run_random(
@@ -159,33 +129,6 @@ def run_random(
     return RandomExecutor(plan, graph, weights).run(schedule, inputs, seed)
 
 
-class _Lockstep(Environment):
-    """Values of all ranks, states as their latest version; pushed values have no -0.0."""
-
-    def __init__(self, executor: RandomExecutor) -> None:
-        super().__init__()
-        self._executor = executor
-        self.states = dict(executor.states)
-
-    def begin(self, inputs: dict[int, Ranks]) -> None:
-        self._values = dict(inputs)
-
-    def read(self, value: Value) -> Ranks:
-        if (root := self._executor.roots.get(id(value))) is not None:
-            return self.states[root.name]
-        if id(value) in self._values:
-            return self._values[id(value)]
-        return self._executor.weights[value.name]
-
-    def write(self, value: Value, ranks: Ranks) -> None:
-        if (root := self._executor.roots.get(id(value))) is not None:
-            self.states[root.name] = ranks
-            return
-        if value.producer is not None and value.producer.op in PUSHES:
-            ranks = [t + 0.0 if t.is_floating_point() else t for t in ranks]
-        super().write(value, ranks)
-
-
 _Slot = tuple[int, Payload] | None
 """The words of one sender in a stage: the use that they belong to and what they are."""
 
@@ -196,7 +139,8 @@ class _Machine:
 
     executor: RandomExecutor
     schedule: Schedule
-    expected: _Expected
+    expected: Expected
+    versions: Versions
     outputs: list[dict[str, Tensor]] = field(default_factory=list[dict[str, Tensor]])
 
     def __post_init__(self) -> None:
@@ -232,9 +176,10 @@ class _Machine:
 
     def act(self, run: Running, action: Action) -> list[Store]:
         if action.kind == "read":
-            run.seen[action.target] = self._read(run.rank, action.target, run.launch.name)
+            self._check_version(run.rank, run.step, run.launch.name, action.target)
+            run.seen[action.target] = self._seen(run, action)
         elif action.kind == "write":
-            self._write(run, action)
+            return self._write(run, action)
         elif action.kind == "poll":
             name = self._pushed(run, action)
             run.seen[name] = self._words(run, action)
@@ -260,11 +205,10 @@ class _Machine:
             name = action.target
             if action.kind != "read" or name in own:
                 continue
-            again, seen = self._read(run.rank, name, run.launch.name), run.seen[name]
-            if again is not seen and (isinstance(again, Tensor) or again != seen):
+            if wrong := self.versions.wrong(run.rank, run.step, run.launch.name, name):
                 raise OrderFailure(
                     f"step {run.step} rank {run.rank} @{run.launch.name}: {name} changed before "
-                    "all blocks had read it"
+                    f"all blocks had read it: the last one {wrong}"
                 )
 
     def finish(self, rank: int, step: int) -> None:
@@ -272,7 +216,8 @@ class _Machine:
             self.outputs.append({})
         for name, value in self.executor.plan.outputs:
             layout = self.executor.layouts[value]
-            held = self._read(rank, value, "the step")
+            self._check_version(rank, step, THE_STEP, value)
+            held = self._read(rank, value, THE_STEP)
             assert isinstance(held, bytes)
             if rank == 0:
                 self.outputs[-1][name] = layout.decode(held)
@@ -291,15 +236,42 @@ class _Machine:
         return self._rings[rule.name][rank][use % rule.stages]
 
     def _pushed(self, run: Running, action: Action) -> str:
-        key = (run.launch.name, action.target, action.use)
-        if key not in self.executor.pushed:
-            raise InputError(f"@{key[0]} has no value in use {key[2]} of mailbox {key[1]}")
-        return self.executor.pushed[key]
+        """The value that a launch sends or awaits; a poll of another use gives it other words."""
+        key = (run.launch.name, action.target)
+        values = self.executor.pushed.get(key, {})
+        if action.use in values:
+            return values[action.use]
+        if action.kind != "poll" or not values:
+            raise InputError(f"@{key[0]} has no value in use {action.use} of mailbox {key[1]}")
+        return values[min(values, key=lambda use: abs(use - action.use))]
 
     def _words(self, run: Running, action: Action) -> tuple[Payload, ...]:
+        """What lies in the stage of a use; OrderFailure if that is not the use of the value."""
         rule = self._rules[action.target]
-        stage = self._stage(rule, run.rank, run.step * rule.uses + action.use)
+        use = run.step * rule.uses + action.use
+        stage = self._stage(rule, run.rank, use)
+        value = self._pushed(run, action)
+        want = run.step * rule.uses + self.executor.places[value][1]
+        for sender, slot in enumerate(stage):
+            if slot is not None and slot[0] != want:
+                raise OrderFailure(
+                    f"step {run.step} rank {run.rank} @{run.launch.name}: finds the words of use "
+                    f"{slot[0]} of {rule.name} from rank {sender} instead of those of use {want}"
+                )
         return tuple(None if slot is None else slot[1] for slot in stage)
+
+    def _check_version(self, rank: int, step: int, launch: str, name: str) -> None:
+        if wrong := self.versions.wrong(rank, step, launch, name):
+            where = launch if launch == THE_STEP else f"@{launch}"
+            raise OrderFailure(f"step {step} rank {rank} {where} {wrong}")
+
+    def _seen(self, run: Running, action: Action) -> object:
+        """What a read finds. A weight that the schedule writes has versions and no other bytes."""
+        return (
+            None
+            if action.access == "weight"
+            else self._read(run.rank, action.target, f"@{run.launch.name}")
+        )
 
     def _read(self, rank: int, name: str, reader: str) -> object:
         """The bytes of an activation, or a state (which nobody writes in place)."""
@@ -313,17 +285,28 @@ class _Machine:
             raise InputError(f"{name} has {room // WIDEN} bytes of storage, needs {size // WIDEN}")
         return bytes(self._arenas[rank][offset : offset + size])
 
-    def _write(self, run: Running, action: Action) -> None:
-        written = self._computed(run)
-        name = action.target
-        if name not in written.states and name not in written.activations:
+    def _write(self, run: Running, action: Action) -> list[Store]:
+        """Visible some time before the launch ends; at once if the launch touches it again."""
+        name, rank = action.target, run.rank
+        version = Version(run.step, run.launch.name, name)
+        written = None if action.access == "weight" else self._computed(run)
+        if written and name not in written.states and name not in written.activations:
             raise InputError(f"@{run.launch.name} does not compute {name}, which it is to write")
-        if name in written.states:
-            self._states[run.rank][name] = written.states[name]
-            return
-        held = written.activations[name]
-        offset, _ = self._places[name]
-        self._arenas[run.rank][offset : offset + len(held)] = held
+
+        def store() -> None:
+            self.versions.write(rank, version)
+            if written is None:
+                return
+            if name in written.states:
+                self._states[rank][name] = written.states[name]
+                return
+            held, (offset, _) = written.activations[name], self._places[name]
+            self._arenas[rank][offset : offset + len(held)] = held
+
+        if any(later.target == name for later in run.program[run.done :]):
+            store()
+            return []
+        return [store]
 
     def _publish(self, run: Running, action: Action) -> list[Store]:
         rule = self._rules[action.target]

@@ -2,7 +2,7 @@
 
 Each mutation takes an accepted schedule and breaks one thing whose breakage must be noticed: it
 says what would go wrong and for whom. The campaign (`make prove-campaign`) demands that the proof
-rejects every one of them.
+rejects every one of them. `schedule.derived_mutations` has those that need a base of their own.
 """
 
 from __future__ import annotations
@@ -16,48 +16,49 @@ from k3fuse.schedule.model import Action, MailboxRule, Schedule, ScheduledLaunch
 
 @dataclass(frozen=True)
 class Mutant:
-    """A schedule with one fault. `kind` is the mutation, `where` the launch or object."""
+    """A schedule with one fault. `kind` is the mutation, `detail` and `where` say of what.
+
+    base: the accepted schedule that it was made of, if that is not the plan's own.
+    """
 
     kind: str
     where: str
     schedule: Schedule
+    detail: str = ""
+    base: Schedule | None = None
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (self.kind, self.detail, "at", self.where)))
 
 
 Mutate = Callable[[Schedule], Iterator[Mutant]]
 
 
-def mutants(schedule: Schedule) -> Iterator[Mutant]:
-    """Every single mutation of a schedule, kind by kind, in a fixed order."""
-    for mutate in MUTATIONS:
-        yield from mutate(schedule)
-
-
 def drop_wait(schedule: Schedule) -> Iterator[Mutant]:
     """A launch under PDL reads what the launch before it writes, and does not wait."""
-    for launch, _ in _reads_of_predecessor(schedule):
+    for launch, _ in reads_of_predecessor(schedule):
         program = tuple(a for a in launch.program if a.kind != "wait")
-        yield _changed(schedule, "drop wait", replace(launch, program=program))
+        yield changed(schedule, "drop wait", replace(launch, program=program))
 
 
 def late_wait(schedule: Schedule) -> Iterator[Mutant]:
     """The wait stands behind the last read instead of before the first."""
-    for launch, _ in _reads_of_predecessor(schedule):
+    for launch, _ in reads_of_predecessor(schedule):
         program = [a for a in launch.program if a.kind != "wait"]
         last = max(i for i, a in enumerate(program) if a.kind == "read")
         program.insert(last + 1, Action("wait"))
-        yield _changed(schedule, "late wait", replace(launch, program=tuple(program)))
+        yield changed(schedule, "late wait", replace(launch, program=tuple(program)))
 
 
 def hoist_read(schedule: Schedule) -> Iterator[Mutant]:
     """One read of the predecessor's result moves above the wait."""
-    for launch, reads in _reads_of_predecessor(schedule):
+    for launch, reads in reads_of_predecessor(schedule):
         for read in reads:
             program = list(launch.program)
             program.remove(read)
             program.insert(0, read)
-            yield _changed(
-                schedule, f"hoist {read.target}", replace(launch, program=tuple(program))
-            )
+            broken = replace(launch, program=tuple(program))
+            yield changed(schedule, "hoist read", broken, read.target)
 
 
 def drop_edge(schedule: Schedule) -> Iterator[Mutant]:
@@ -68,7 +69,7 @@ def drop_edge(schedule: Schedule) -> Iterator[Mutant]:
         for edge in launch.after:
             if edge.source in needed and edge.source != launch.name:
                 after = tuple(e for e in launch.after if e is not edge)
-                yield _changed(schedule, f"drop {edge}", replace(launch, after=after))
+                yield changed(schedule, "drop edge", replace(launch, after=after), str(edge))
 
 
 def drop_join(schedule: Schedule) -> Iterator[Mutant]:
@@ -78,9 +79,7 @@ def drop_join(schedule: Schedule) -> Iterator[Mutant]:
         for edge in launch.after:
             if launch.stream == "main" and edge.source in last.values():
                 after = tuple(e for e in launch.after if e is not edge)
-                yield _changed(
-                    schedule, f"drop join of {edge.source}", replace(launch, after=after)
-                )
+                yield changed(schedule, "drop join", replace(launch, after=after), edge.source)
 
 
 def fewer_stages(schedule: Schedule) -> Iterator[Mutant]:
@@ -90,8 +89,8 @@ def fewer_stages(schedule: Schedule) -> Iterator[Mutant]:
             boxes = tuple(
                 replace(r, stages=r.stages - 1) if r is rule else r for r in schedule.mailboxes
             )
-            changed = replace(schedule, mailboxes=boxes)
-            yield Mutant(f"{rule.stages - 1} stages", rule.name, changed)
+            detail = f"{rule.stages - 1} of {rule.stages}"
+            yield Mutant("fewer stages", rule.name, replace(schedule, mailboxes=boxes), detail)
 
 
 def other_rearm(schedule: Schedule) -> Iterator[Mutant]:
@@ -110,7 +109,7 @@ def drop_action(kind: str, what: str) -> Mutate:
             for index, action in enumerate(launch.program):
                 if action.kind == kind:
                     program = launch.program[:index] + launch.program[index + 1 :]
-                    yield _changed(schedule, what, replace(launch, program=program))
+                    yield changed(schedule, what, replace(launch, program=program), action.target)
 
     return mutate
 
@@ -122,9 +121,8 @@ def other_epoch(schedule: Schedule) -> Iterator[Mutant]:
             if action.kind == "poll" and action.use > 0:
                 program = list(launch.program)
                 program[index] = replace(action, use=action.use - 1)
-                yield _changed(
-                    schedule, "poll an old epoch", replace(launch, program=tuple(program))
-                )
+                broken = replace(launch, program=tuple(program))
+                yield changed(schedule, "poll an old epoch", broken, action.target)
 
 
 def alias_buffers(schedule: Schedule) -> Iterator[Mutant]:
@@ -143,13 +141,15 @@ def alias_buffers(schedule: Schedule) -> Iterator[Mutant]:
 
 
 def write_weight(schedule: Schedule) -> Iterator[Mutant]:
-    """A weight that launches load above their wait is changed inside the graph."""
-    first = schedule.launches[0]
-    for launch in schedule.launches[1:]:
+    """The launch before changes a weight that a launch loads above its wait."""
+    for launch in schedule.launches:
         weights = [a.target for a in launch.program if a.access == "weight" and a.kind == "read"]
-        if weights and launch.waits:
-            program = (*first.program, Action("write", weights[0], "weight"))
-            yield _changed(schedule, f"write weight {weights[0]}", replace(first, program=program))
+        for edge in launch.after:
+            if edge.kind == "pdl" and weights and launch.waits:
+                before = schedule.launch(edge.source)
+                program = (*before.program, Action("write", weights[0], "weight"))
+                broken = replace(before, program=program)
+                yield changed(schedule, "write weight", broken, weights[0])
 
 
 MUTATIONS: tuple[Mutate, ...] = (
@@ -181,9 +181,10 @@ def _unguarded(schedule: Schedule) -> Iterator[MailboxRule]:
             yield rule
 
 
-def _changed(schedule: Schedule, kind: str, launch: ScheduledLaunch) -> Mutant:
+def changed(schedule: Schedule, kind: str, launch: ScheduledLaunch, detail: str = "") -> Mutant:
+    """The schedule with another launch in the place of the one of that name."""
     launches = tuple(launch if x.name == launch.name else x for x in schedule.launches)
-    return Mutant(kind, launch.name, replace(schedule, launches=launches))
+    return Mutant(kind, launch.name, replace(schedule, launches=launches), detail)
 
 
 def _writers(schedule: Schedule) -> dict[str, ScheduledLaunch]:
@@ -196,7 +197,7 @@ def _writers(schedule: Schedule) -> dict[str, ScheduledLaunch]:
     }
 
 
-def _reads_of_predecessor(
+def reads_of_predecessor(
     schedule: Schedule,
 ) -> Iterator[tuple[ScheduledLaunch, list[Action]]]:
     """Launches with the reads of what their PDL predecessor writes."""

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from k3fuse.errors import InputError
 from k3fuse.schedule.model import Action, Schedule, ScheduledLaunch
+from k3fuse.target import get_target
 
 Store = Callable[[], None]
 """A store that a launch has made and that becomes visible some time before the launch ends."""
@@ -25,7 +26,8 @@ class OrderFailure(Exception):  # noqa: N818 - what a run found, which its resul
 
 @dataclass(eq=False)
 class Running:
-    """A launch of one rank that has started and not ended. `seen`: what its reads found."""
+    """A launch of one rank that has started and not ended. `seen`: what its reads found; `sms`:
+    SMs that its CTAs hold."""
 
     rank: int
     step: int
@@ -36,6 +38,7 @@ class Running:
     stores: list[Store] = field(default_factory=list[Store])
     polls: list[Action] = field(default_factory=list[Action])
     triggered: bool = False
+    sms: int = 0
     seen: dict[str, object] = field(default_factory=dict[str, object])
 
 
@@ -85,6 +88,12 @@ class CompiledSchedule:
         written = {a.target for x in launches for a in x.program if a.kind == "write"}
         self.programs = [tuple(a for a in x.program if _moves(a, written)) for x in launches]
         self.needs = [len(launch.after) for launch in launches]
+        self.trigger = [_trigger_of(launch) for launch in launches]
+        self.last_main = max((i for i, x in enumerate(launches) if x.stream == "main"), default=-1)
+        self.streams = sorted({launch.stream for launch in launches} - {"main"})
+        self.sms = [-(-launch.grid // launch.ctas_per_sm) for launch in launches]
+        known = schedule.target and any(self.sms)
+        self.sm_count = get_target(schedule.target).sm_count if known else 0
         self.waits_for: list[list[int]] = [[] for _ in launches]
         self.on_trigger: list[list[int]] = [[] for _ in launches]
         self.on_end: list[list[int]] = [[] for _ in launches]
@@ -96,6 +105,14 @@ class CompiledSchedule:
                 (self.on_trigger if edge.kind == "pdl" else self.on_end)[source].append(i)
                 if edge.kind == "pdl":
                     self.waits_for[i].append(source)
+
+
+def _trigger_of(launch: ScheduledLaunch) -> str:
+    """Where the next launch may start: at its "start", "inside" it, or at its "end"."""
+    kinds = [action.kind for action in launch.program]
+    if "trigger" not in kinds:
+        return "start"
+    return "end" if kinds.index("trigger") == len(kinds) - 1 else "inside"
 
 
 def _moves(action: Action, written: set[str]) -> bool:
@@ -121,6 +138,12 @@ class _Clock:
     parked: dict[int, list[Running]] = field(default_factory=dict[int, "list[Running]"])
     """Launches at their wait, by the position of the launch that they wait for."""
     left: int = 0
+    free_sms: int = 0
+
+    @property
+    def resident(self) -> list[Running]:
+        """All launches that have started and not ended."""
+        return [*self.running, *(run for runs in self.parked.values() for run in runs)]
 
 
 _Event = tuple[float, Callable[[], None]]
@@ -145,6 +168,7 @@ class RandomOrder:
         self._favour_late = draw.choice((0.0, 0.0, 2.0))  # launches that come later in the list
         self._change = draw.choice((0.0, 0.01, 0.1))
         self._burst = draw.choice((0.0, 0.7, 0.95))
+        self._stream_bias = {s: draw.choice((0.0, 0.0, -20.0, 5.0)) for s in compiled.streams}
         self._priority: dict[tuple[int, int], float] = {}
 
     def run(self) -> None:
@@ -169,9 +193,11 @@ class RandomOrder:
         clock.needs, clock.ended = list(self._compiled.needs), [False] * count
         clock.ready = [i for i, needs in enumerate(clock.needs) if needs == 0]
         clock.left = count
+        clock.free_sms = self._compiled.sm_count
         self._rank_bias[clock.rank] = draw.choice((0.0, 0.0, -3.0, 3.0))
         for i in range(count):
             late = self._favour_late * i / count
+            late += self._stream_bias.get(self._compiled.schedule.launches[i].stream, 0.0)
             self._priority[clock.rank, i] = draw.random() + late + self._rank_bias[clock.rank]
         self._machine.begin(clock.rank, clock.step)
 
@@ -197,6 +223,8 @@ class RandomOrder:
 
     def _enabled(self, clock: _Clock, run: Running) -> bool:
         action = run.program[run.done]
+        if run.launch.spins and run.sms < self._compiled.sms[run.position]:
+            return False  # its resident CTAs wait for those that find no SM
         if action.kind == "wait":
             return all(clock.ended[i] for i in self._compiled.waits_for[run.position])
         if action.kind == "poll":
@@ -204,7 +232,7 @@ class RandomOrder:
         if action.kind == "rearm":  # before a barrier, once all blocks have read
             return not run.polls or all(a.kind != "barrier" for a in run.program[run.done :])
         if action.kind == "barrier":
-            arrived = self._barriers.setdefault((run.step, action.target, action.use), set())
+            arrived = self._barriers.setdefault((run.step, run.launch.name, run.done), set())
             if not run.stores and not run.polls:
                 arrived.add(run.rank)
             return len(arrived) == len(self._clocks)
@@ -216,7 +244,25 @@ class RandomOrder:
         program = self._compiled.programs[position]
         run = Running(clock.rank, clock.step, position, launch, program)
         clock.running.append(run)
+        self._share_sms(clock)
+        if self._compiled.trigger[position] == "start":
+            self._trigger(clock, run)
         self._settle(clock, run)
+
+    def _share_sms(self, clock: _Clock) -> None:
+        """Free SMs go to CTAs of any launches that have started, in any mixture."""
+        if not clock.free_sms:
+            return
+        needs = self._compiled.sms
+        while clock.free_sms:
+            hungry = [run for run in clock.resident if run.sms < needs[run.position]]
+            if not hungry:
+                return
+            run = self._random.choice(hungry)
+            most = min(needs[run.position] - run.sms, clock.free_sms)
+            given = most if self._random.random() < 0.25 else self._random.randint(1, most)
+            run.sms += given
+            clock.free_sms -= given
 
     def _go_on(self, clock: _Clock, run: Running) -> None:
         """At least one action of a launch, and perhaps the next ones too."""
@@ -225,7 +271,8 @@ class RandomOrder:
             action = run.program[run.done]
             run.done += 1
             if action.kind == "trigger":
-                self._trigger(clock, run)
+                if self._compiled.trigger[run.position] == "inside":
+                    self._trigger(clock, run)
             elif action.kind not in ("wait", "barrier"):
                 run.stores += self._machine.act(run, action)
                 if action.kind == "poll":
@@ -276,15 +323,28 @@ class RandomOrder:
         self._machine.close(run)
         clock.running.remove(run)
         clock.ended[run.position] = True
+        clock.free_sms += run.sms
+        self._share_sms(clock)
         for waiting in clock.parked.pop(run.position, []):
             clock.running.append(waiting)
             self._settle(clock, waiting)
         clock.left -= 1
+        if run.position == self._compiled.last_main:
+            self._joined(clock)
         self._trigger(clock, run)
         self._release(clock, self._compiled.on_end[run.position])
         if clock.left == 0:
             self._machine.finish(clock.rank, clock.step)
             self._begin(clock)
+
+    def _joined(self, clock: _Clock) -> None:
+        """The main stream has ended: a side stream that goes on was never waited for."""
+        for ended, launch in zip(clock.ended, self._compiled.schedule.launches, strict=True):
+            if not ended and launch.stream != "main":
+                raise OrderFailure(
+                    f"step {clock.step} rank {clock.rank}: the main stream has ended and "
+                    f"@{launch.name} on stream {launch.stream} has not"
+                )
 
     def _stuck(self) -> str:
         """What every rank waits for."""
@@ -292,6 +352,12 @@ class RandomOrder:
         for clock in self._clocks:
             where = f"step {clock.step} rank {clock.rank}"
             for run in clock.running:
+                if run.launch.spins and run.sms < self._compiled.sms[run.position]:
+                    found.append(
+                        f"{where} @{run.launch.name}: spins on {run.sms} SMs, its grid needs "
+                        f"{self._compiled.sms[run.position]}"
+                    )
+                    continue
                 waiting = [*run.polls, *run.program[run.done : run.done + 1]]
                 for action in waiting:
                     what = f"{action.kind} {action.target}".strip()
