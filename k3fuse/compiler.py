@@ -21,7 +21,7 @@ from k3fuse.passes.instruments import Dumps, Instrument
 from k3fuse.passes.manager import run_passes
 from k3fuse.passes.numeric_check import TOLERANCE, Load, NumericCheck, PassCheck
 from k3fuse.passes.pipeline import PIPELINE, STOCK, pass_named
-from k3fuse.report.contents import BucketReport, pass_of
+from k3fuse.report.contents import BucketReport, kind_of, pass_of
 from k3fuse.roofline import roofline
 from k3fuse.runtime.bundle import (
     Bucket,
@@ -152,7 +152,7 @@ def bucket_report(compiled: CompiledBucket, config: Config) -> BucketReport:
     floor = roofline(config, get_target(plan.target), plan.tp, plan.rows)
     return BucketReport(
         name=bucket.name,
-        kind="verify" if bucket.kind == "step" and bucket.rows_per_request > 1 else bucket.kind,
+        kind=kind_of(bucket),
         plan=plan,
         plan_hash=plan.hash(),
         dumps=compiled.dumps,

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 
 from k3fuse.errors import PassError
-from k3fuse.ir.graph import FUSED, Attr, Graph, Node, Origin, Value, ValueKind
+from k3fuse.ir.graph import FUSED, Attr, Graph, Node, Origin, Value
 from k3fuse.ir.op import Context, op_named
 from k3fuse.tensor_type import TensorType
 
@@ -105,12 +105,6 @@ class Rewriter:
         for index, value in enumerate(node.operands):
             value.uses.append((node, index))
         return node
-
-    def add_input(self, name: str, type_: TensorType, kind: ValueKind, binding: str) -> Value:
-        value = Value(self.unique(name), type_, kind, binding)
-        self.graph.inputs.append(value)
-        self.changes += 1
-        return value
 
     def insert_before(self, anchor: Node, node: Node) -> None:
         self._insert(anchor, node, 0)

@@ -38,9 +38,9 @@ class LowerCollectives(Pass):
             elif node.op == "reduce_scatter":
                 dim = node.attrs["dim"]
                 slots = _push(edit, node, "push_chunks", {"dim": dim})
-                _finish(edit, node, _made(edit, node, "sum_slots", slots))
+                _rename(edit, node, _sum(edit, node, slots))
             elif node.op == "all_gather":
-                _finish(edit, node, _push(edit, node, "push_gather", {"dim": node.attrs["dim"]}))
+                _rename(edit, node, _push(edit, node, "push_gather", {"dim": node.attrs["dim"]}))
 
 
 def one_shot_is_cheaper(edit: Edit, node: Node) -> bool:
@@ -67,11 +67,10 @@ def _all_reduce(edit: Edit, node: Node) -> None:
         one_shot = True
     if one_shot:
         slots = _push(edit, node, "push_partial", {})
-        _finish(edit, node, _made(edit, node, "sum_slots", slots))
+        _rename(edit, node, _sum(edit, node, slots))
         return
     slots = _push(edit, node, "push_chunks", {"dim": len(node.operands[0].type.shape) - 1})
-    shard = _made(edit, node, "sum_slots", slots)
-    edit.insert_before(node, shard)
+    shard = _sum(edit, node, slots)
     gathered = edit.make(
         "push_gather",
         [shard.result],
@@ -91,16 +90,12 @@ def _push(edit: Edit, node: Node, op: str, attrs: dict[str, Attr]) -> Node:
     return new
 
 
-def _made(edit: Edit, node: Node, op: str, source: Node) -> Node:
+def _sum(edit: Edit, node: Node, slots: Node) -> Node:
     rounding = {"out": node.attrs["out"]} if "out" in node.attrs else {}
     name = f"{node.result.name}.sum"
-    return edit.make(op, [source.result], rounding, name=name, origins=node.origins)
-
-
-def _finish(edit: Edit, node: Node, new: Node) -> None:
-    if all(new is not n for n in edit.graph.nodes) and new.parent is None:
-        edit.insert_before(node, new)
-    _rename(edit, node, new)
+    new = edit.make("sum_slots", [slots.result], rounding, name=name, origins=node.origins)
+    edit.insert_before(node, new)
+    return new
 
 
 def _rename(edit: Edit, node: Node, new: Node) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.prove_campaign import random_model, small_config
 from k3fuse.compiler import compile_bucket
 from k3fuse.errors import InputError
 from k3fuse.ir import Graph
@@ -15,7 +16,6 @@ from k3fuse.ir.interpreter import Ranks
 from k3fuse.lowering.recipe import weight_recipe
 from k3fuse.models.kimi import KimiModel, StepInputs
 from k3fuse.models.kimi_builtin import BUILTIN_CONFIGS
-from k3fuse.models.kimi_config import KimiConfig
 from k3fuse.options import CompileOptions
 from k3fuse.runtime.bundle import Bucket
 from k3fuse.runtime.executor import Capacity
@@ -30,35 +30,6 @@ from tests.runtime.conftest import tiny_model
 STEPS = 5
 
 
-def small_config(name: str) -> KimiConfig:
-    """Three layers with KDA, MLA, a dense MLP and experts, as small as four ranks allow."""
-    base = BUILTIN_CONFIGS[name]
-    k3 = name == "kimi-k3-tiny"
-    return dataclasses.replace(
-        base,
-        hidden_size=32,
-        num_layers=3,
-        vocab_size=32,
-        mla_layers=frozenset({1}),
-        kda_heads=4,
-        kda_head_dim=8,
-        a_log_shape=(8,) if k3 else (1, 1, 4, 1),
-        num_heads=4,
-        q_lora_rank=16 if k3 else None,
-        kv_lora_rank=16,
-        qk_nope_head_dim=8,
-        qk_rope_head_dim=8,
-        v_head_dim=8,
-        intermediate_size=64,
-        num_experts=8,
-        top_k=2,
-        moe_intermediate_size=128,
-        latent_size=32 if k3 else None,
-        shared_intermediate_size=32,
-        attn_res_block_size=2 if k3 else None,
-    )
-
-
 class Case(NamedTuple):
     plan: Plan
     graph: Graph
@@ -66,20 +37,6 @@ class Case(NamedTuple):
     model: KimiModel
     schedule: Schedule
     executor: RandomExecutor
-
-
-def random_model(config: KimiConfig) -> KimiModel:
-    model, generator = KimiModel(config), torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for path, parameter in model.named_parameters():
-            shape = parameter.shape
-            if parameter.dtype == torch.uint8:
-                low, high = (122, 125) if path.endswith("_scale") else (0, 256)
-                parameter.copy_(torch.randint(low, high, shape, generator=generator))
-            else:
-                noise = torch.randn(shape, generator=generator) / max(shape[-1], 4) ** 0.5
-                parameter.copy_(1 + noise if "norm" in path else noise)
-    return model
 
 
 @functools.cache
