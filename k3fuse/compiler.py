@@ -11,8 +11,10 @@ from torch import nn
 from k3fuse import __version__
 from k3fuse.errors import RefusedError
 from k3fuse.ir import Graph, parse_graph, print_graph
+from k3fuse.lowering.build_kernels import BuiltKernels
 from k3fuse.lowering.lower import lower
 from k3fuse.lowering.recipe import merge_recipes, weight_recipe
+from k3fuse.lowering.select import Kernels, select
 from k3fuse.models.registry import Config
 from k3fuse.options import CompileOptions
 from k3fuse.passes.base import PassResult, Refusal
@@ -28,12 +30,14 @@ from k3fuse.runtime.bundle import (
     BucketContents,
     CheckpointRef,
     Contents,
+    KernelFiles,
     Kind,
     PassRecord,
     RefusalRecord,
     cache_key,
 )
 from k3fuse.runtime.plan import Plan
+from k3fuse.runtime.selection import Resources, Selection
 from k3fuse.schedule.from_plan import schedule_of
 from k3fuse.schedule.proof import ASSUMPTIONS, Proof, prove
 from k3fuse.target import get_target
@@ -42,7 +46,10 @@ from k3fuse.trace import trace_commit, trace_step
 
 @dataclass
 class CompiledBucket:
-    """What one bucket became, with everything that was seen on the way."""
+    """What one bucket became, with everything that was seen on the way.
+
+    selection, resources: of the kernels, if there are to be any (None and empty otherwise).
+    """
 
     bucket: Bucket
     graph: Graph
@@ -51,6 +58,8 @@ class CompiledBucket:
     results: list[PassResult]
     proof: Proof
     checks: list[PassCheck] = field(default_factory=list[PassCheck])
+    selection: Selection | None = None
+    resources: dict[str, Resources] = field(default_factory=dict[str, Resources])
 
     @property
     def refusals(self) -> list[Refusal]:
@@ -101,10 +110,12 @@ def compile_bucket(
     *,
     load: Load | None = None,
     instruments: Sequence[Instrument] = (),
+    kernels: Kernels | None = None,
 ) -> CompiledBucket:
-    """Trace, run the pipeline, lower, prove the order of all accesses.
+    """Trace, run the pipeline, lower, select kernels, prove the order of all accesses.
 
-    With `load` every pass is checked numerically. The proof is returned, not judged.
+    With `load` every pass is checked numerically. kernels: where those of all buckets are
+    collected (None: none are selected). The proof is returned, not judged.
     """
     graph = trace_bucket(model, name, bucket, options)
     traced = [origin.site for node in graph.leaves() for origin in node.origins]
@@ -120,8 +131,12 @@ def compile_bucket(
     stock = parse_graph(dumps.after_pass(STOCK), STOCK)
     checks = check[0].checks if check else []
     plan = lower(graph, stock)
-    proof = prove(schedule_of(plan))
-    return CompiledBucket(bucket, graph, plan, dumps.texts, results, proof, checks)
+    selection = None if kernels is None else select(graph, plan, kernels)
+    resources = {} if kernels is None or selection is None else kernels.resources(selection)
+    proof = prove(schedule_of(plan, resources))
+    return CompiledBucket(
+        bucket, graph, plan, dumps.texts, results, proof, checks, selection, resources
+    )
 
 
 def run_until(
@@ -146,8 +161,10 @@ def bucket_key(compiled: CompiledBucket) -> str:
     return str(bucket.batch) if plain else bucket.name
 
 
-def bucket_report(compiled: CompiledBucket, config: Config) -> BucketReport:
-    """A bucket as the reports see it, with the floor of its step."""
+def bucket_report(
+    compiled: CompiledBucket, config: Config, built: BuiltKernels | None = None
+) -> BucketReport:
+    """A bucket as the reports see it, with the floor of its step. built: its kernels, if any."""
     bucket, plan = compiled.bucket, compiled.plan
     floor = roofline(config, get_target(plan.target), plan.tp, plan.rows)
     return BucketReport(
@@ -158,6 +175,8 @@ def bucket_report(compiled: CompiledBucket, config: Config) -> BucketReport:
         dumps=compiled.dumps,
         refusals=tuple(compiled.refusals),
         floor_us=None if bucket.kind == "commit" else 1e3 * floor.floor_ms,
+        selection=None if built is None else compiled.selection,
+        kernels={} if built is None else built.manifest.by_name(),
     )
 
 
@@ -166,8 +185,18 @@ def joint_hash(plans: Sequence[Plan]) -> str:
     return hashlib.sha256("".join(plan.hash() for plan in plans).encode()).hexdigest()
 
 
-def proofs(compiled: Sequence[CompiledBucket]) -> dict[str, str]:
-    """What was established of every bucket, and what was not, in words."""
+def without_kernel(compiled: Sequence[CompiledBucket]) -> list[tuple[str, str, str]]:
+    """(bucket, launch, reason) of every launch that no kernel does, where kernels are selected."""
+    return [
+        (item.bucket.name, found.launch, found.reason)
+        for item in compiled
+        if item.selection is not None
+        for found in item.selection.without
+    ]
+
+
+def proofs(compiled: Sequence[CompiledBucket], built: BuiltKernels | None = None) -> dict[str, str]:
+    """What was established of every bucket, and what was not, in words. built: the kernels."""
     checks = [check for item in compiled for check in item.checks]
     if checks:
         worst = max(check.max_rel_err for check in checks)
@@ -183,7 +212,42 @@ def proofs(compiled: Sequence[CompiledBucket]) -> dict[str, str]:
         "buffers": "no two live values overlap",
         "numerics": numbers,
         **_schedule_proofs([item.proof for item in compiled]),
+        **_kernel_proofs(built),
     }
+
+
+def _kernel_proofs(built: BuiltKernels | None) -> dict[str, str]:
+    if built is None:
+        return {"ptx": "not audited: no kernels were compiled"}
+    if built.findings:
+        return {"ptx": "not proven: " + "; ".join(built.findings)}
+    return {
+        "ptx": f"audited {built.distinct} kernels: nothing but weights is read before the wait, "
+        "mailboxes are polled for their empty pattern, memory is as declared"
+    }
+
+
+def require_kernels(compiled: Sequence[CompiledBucket]) -> None:
+    """RefusedError naming launches that no kernel does."""
+    reasons = [
+        f"@{launch} of {bucket}: {reason}" for bucket, launch, reason in without_kernel(compiled)
+    ]
+    if reasons:
+        raise RefusedError(
+            f"{len(reasons)} launches have no kernel: {_first(reasons)}; compile with --no-strict "
+            "for a bundle with the other kernels, or --no-kernels"
+        )
+
+
+def require_audited(built: BuiltKernels) -> None:
+    """RefusedError for a compiled kernel that the audit does not accept."""
+    if built.findings:
+        raise RefusedError(f"PTX audit: {_first(built.findings)}")
+
+
+def _first(reasons: Sequence[str], most: int = 3) -> str:
+    more = f" (and {len(reasons) - most} more)" if len(reasons) > most else ""
+    return f"{'; '.join(reasons[:most])}{more}"
 
 
 def require_proven(compiled: Sequence[CompiledBucket], *, strict: bool) -> None:
@@ -194,8 +258,7 @@ def require_proven(compiled: Sequence[CompiledBucket], *, strict: bool) -> None:
         if strict:
             reasons += [f"not proven: {reason}" for reason in proof.not_proven]
         if reasons:
-            more = f" (and {len(reasons) - 3} more)" if len(reasons) > 3 else ""
-            raise RefusedError(f"schedule of {item.bucket}: {'; '.join(reasons[:3])}{more}")
+            raise RefusedError(f"schedule of {item.bucket}: {_first(reasons)}")
 
 
 def _schedule_proofs(found: Sequence[Proof]) -> dict[str, str]:
@@ -223,8 +286,9 @@ def bundle_contents(
     options: CompileOptions,
     compiled: Sequence[CompiledBucket],
     checkpoint: CheckpointRef | None,
+    built: BuiltKernels | None = None,
 ) -> Contents:
-    """Everything that goes into the bundle of a compilation."""
+    """Everything that goes into the bundle of a compilation. built: its kernels, if any."""
     return Contents(
         model=model,
         target=options.target,
@@ -248,6 +312,7 @@ def bundle_contents(
                 item.plan,
                 item.graph,
                 [(pass_of(file), text) for file, text in item.dumps.items()],
+                None if built is None else item.selection,
             )
             for item in compiled
         ],
@@ -261,4 +326,5 @@ def bundle_contents(
             for item in compiled
             for result in item.results
         ],
+        kernels=None if built is None else KernelFiles(built.manifest, built.cubins),
     )

@@ -22,7 +22,8 @@ class CompileOptions:
     tp: ranks of the tensor-parallel group. batches: requests of each bucket. verify_rows: rows a
     request of the verify buckets (0: none). context: cached tokens a request that bytes and times
     are stated for. max_context, page_size: size of the paged MLA cache. protocol: how all-reduces
-    travel. prefetch: whether L2 prefetch windows are inserted.
+    travel. prefetch: whether L2 prefetch windows are inserted. kernels: whether kernels are
+    selected and compiled.
     """
 
     target: str
@@ -35,6 +36,7 @@ class CompileOptions:
     protocol: Literal["auto", "one_shot", "two_shot"] = "auto"
     prefetch: bool = True
     bisect_limit: int | None = None
+    kernels: bool = False
 
     def __post_init__(self) -> None:
         if self.tp < 1:

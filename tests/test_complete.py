@@ -14,7 +14,6 @@ from typer.main import get_command
 
 from k3fuse import passes
 from k3fuse.cli import app
-from k3fuse.compiler import proofs
 from k3fuse.ir import all_ops, op_named
 from k3fuse.passes.base import Pass
 from k3fuse.passes.pipeline import PIPELINE
@@ -110,10 +109,3 @@ def test_every_field_of_a_bundle_is_documented(record: type) -> None:
     text = (ROOT / "docs/bundle.md").read_text()
     missing = [f.name for f in dataclasses.fields(record) if f"`{f.name}`" not in text]
     assert not missing, f"docs/bundle.md: {record.__name__}: {missing}"
-
-
-def test_the_proofs_that_are_missing_are_admitted() -> None:
-    """README and the command line say the same about what is not proven."""
-    unproven = {name for name, text in proofs([]).items() if text.startswith("not proven")}
-    text = (ROOT / "README.md").read_text()
-    assert set(re.findall(r"`(\w+): not proven`", text)) == unproven

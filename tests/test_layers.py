@@ -15,26 +15,30 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "k3fuse"
 
 BASE = {"options", "tensor_type", "errors", "target", "parameter", "functional", "expected"}
-MIDDLE = {"ir", "schedule", "kernels", "runtime.plan", "models", "checkpoint"}
+PLAN = {"runtime.plan", "runtime.selection"}
+MIDDLE = {"ir", "schedule", "kernels", "models", "checkpoint"} | PLAN
 STAGES = {"trace", "passes", "lowering", "runtime"}
 
 # Component -> the components it may import besides itself. Rows stand from the top down.
 MAY_IMPORT: dict[str, set[str]] = {
     "__main__": {"cli"},
-    "cli": {"compiler", "report", "roofline", "__version__"} | STAGES | MIDDLE | BASE,
+    "cli": {"alone", "compiler", "report", "roofline", "__version__"} | STAGES | MIDDLE | BASE,
     "compiler": {"report", "roofline", "__version__"} | STAGES | MIDDLE | BASE,
-    "report": {"ir", "passes", "schedule", "runtime", "runtime.plan"} | BASE,
+    "report": {"ir", "passes", "schedule", "runtime"} | PLAN | BASE,
     "testing": {"ir", "schedule", "passes"} | BASE,
     "trace": {"ir"} | BASE,
     "passes": {"ir", "schedule"} | BASE,
-    "lowering": {"ir", "schedule", "kernels", "runtime.plan"} | BASE,
+    "lowering": {"ir", "schedule", "kernels"} | PLAN | BASE,
+    # Single launches are checked where there is no compiler, so nothing above `kernels` and `ir`.
+    "alone": {"ir", "kernels"} | BASE,
     # A bundle runs where there is neither the compiler nor cutlass, so no kernels either.
-    "runtime": {"ir", "schedule", "runtime.plan", "models", "checkpoint", "__version__"} | BASE,
+    "runtime": {"ir", "schedule", "models", "checkpoint", "__version__"} | PLAN | BASE,
     "roofline": {"models"} | BASE,
-    "schedule": {"ir", "runtime.plan"} | BASE,
+    "schedule": {"ir"} | PLAN | BASE,
     "ir": BASE,
     "kernels": BASE,
     "runtime.plan": {"__version__"} | BASE,
+    "runtime.selection": {"runtime.plan"} | BASE,
     "checkpoint": BASE,
     "models": {"functional", "errors", "parameter"},
     "options": BASE,

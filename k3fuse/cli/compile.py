@@ -22,11 +22,17 @@ from k3fuse.compiler import (
     compile_bucket,
     joint_hash,
     proofs,
+    require_audited,
+    require_kernels,
     require_proven,
     run_until,
+    without_kernel,
 )
 from k3fuse.errors import InputError
 from k3fuse.ir import Graph
+from k3fuse.kernels.build import dsl_version
+from k3fuse.lowering.build_kernels import BuiltKernels, build_kernels
+from k3fuse.lowering.select import Kernels
 from k3fuse.models.registry import Config
 from k3fuse.options import CompileOptions
 from k3fuse.passes.base import Pass, PassResult
@@ -89,12 +95,19 @@ def compile_(
         str, typer.Option(help="All-reduce protocol: auto, one_shot, two_shot.")
     ] = "auto",
     prefetch: Annotated[bool, typer.Option(help="Insert L2 prefetch windows.")] = True,
+    kernels: Annotated[
+        bool | None,
+        typer.Option(
+            "--kernels/--no-kernels",
+            help="Compile kernels into the bundle (default: if nvidia-cutlass-dsl is installed).",
+        ),
+    ] = None,
     check: Annotated[
         bool | None,
         typer.Option(help="Check numbers after each pass (default: small checkpoints)."),
     ] = None,
     strict: Annotated[
-        bool, typer.Option(help="Fail on a schedule that is not proven, not only on a wrong one.")
+        bool, typer.Option(help="Fail on what is not proven and on launches without a kernel.")
     ] = True,
     print_after_all: Annotated[
         bool, typer.Option("--print-after-all", help="Print the IR after every pass.")
@@ -137,6 +150,7 @@ def compile_(
         protocol=protocol,
         prefetch=prefetch,
         bisect_limit=bisect_limit,
+        kernels=_wants_kernels(kernels, stop_after is not None),
     )
     if output is not None:
         require_replaceable(output)
@@ -154,6 +168,7 @@ def compile_(
         return
     load = _load_for_checks(source, check)
     compiled: list[CompiledBucket] = []
+    chosen = Kernels(get_target(target)) if options.kernels else None
     with progress("compile") as task:
         task.total(len(buckets) * len(PIPELINE))
         for bucket in buckets:
@@ -162,19 +177,29 @@ def compile_(
                 instruments.append(Dumps(dump_dir / bucket.name))
             instruments.append(_ShowPass(task, bucket.name))
             compiled.append(
-                compile_bucket(module, model, bucket, options, load=load, instruments=instruments)
+                compile_bucket(
+                    *(module, model, bucket, options),
+                    load=load,
+                    instruments=instruments,
+                    kernels=chosen,
+                )
             )
+    if strict:
+        require_kernels(compiled)
     require_proven(compiled, strict=strict)
+    built = None if chosen is None else _build(chosen)
+    if built is not None and strict:
+        require_audited(built)
     if output is not None:
         write_bundle(
             output,
-            bundle_contents(model, source.config, options, compiled, source.reference()),
+            bundle_contents(model, source.config, options, compiled, source.reference(), built),
         )
-    summary = _summary(model, options, compiled, source.config)
+    summary = _summary(model, options, compiled, source.config, built)
     if json_output:
         emit_json(summary)
     else:
-        _print_tables(compiled, source.config)
+        _print_tables(compiled, source.config, built)
         console.print(_closing_line(summary, output), markup=False)
     if time_passes:
         _print_times(compiled)
@@ -189,6 +214,32 @@ class _ShowPass(Instrument):
     def after(self, item: Pass, graph: Graph, result: PassResult, before: str, text: str) -> None:
         self._task.label(f"{self._bucket} {item.name}")
         self._task.advance()
+
+
+def _wants_kernels(asked: bool | None, stops_early: bool) -> bool:
+    """Whether to compile kernels; InputError when they are asked for and cannot be."""
+    if asked is False or stops_early:
+        return False
+    try:
+        dsl_version()
+    except InputError as error:
+        if asked:
+            raise
+        err_console.print(f"no kernels: {error}", markup=False)
+        return False
+    return True
+
+
+def _build(chosen: Kernels) -> BuiltKernels:
+    """Compile the kernels, with a bar for those that the cache does not hold."""
+    with progress("kernels") as task:
+
+        def show(label: str, done: int, total: int) -> None:
+            task.total(total)
+            task.label(f"kernel {label}")
+            task.advance()
+
+        return build_kernels(chosen, progress=show)
 
 
 def _source(model: str, checkpoint: Path | None, no_weights: bool) -> Source:
@@ -231,10 +282,14 @@ def _load_for_checks(source: Source, check: bool | None) -> Load | None:
 
 
 def _summary(
-    model: str, options: CompileOptions, compiled: list[CompiledBucket], config: Config
+    model: str,
+    options: CompileOptions,
+    compiled: list[CompiledBucket],
+    config: Config,
+    built: BuiltKernels | None,
 ) -> dict[str, object]:
     """What `--json` prints; batches are keys as strings, verify and commit buckets by name."""
-    reports = {bucket_key(c): bucket_report(c, config) for c in compiled}
+    reports = {bucket_key(c): bucket_report(c, config, built) for c in compiled}
     summaries = {key: summarize(report) for key, report in reports.items()}
     return {
         "model": model,
@@ -278,11 +333,24 @@ def _summary(
             for key, report in reports.items()
             for r in report.refusals
         ],
-        "proofs": proofs(compiled),
+        "kernels": None if built is None else _kernel_summary(compiled, built),
+        "proofs": proofs(compiled, built),
     }
 
 
-def _print_tables(compiled: list[CompiledBucket], config: Config) -> None:
+def _kernel_summary(compiled: list[CompiledBucket], built: BuiltKernels) -> dict[str, object]:
+    return {
+        "distinct": built.distinct,
+        "compiled": built.compiled,
+        "cached": built.distinct - built.compiled,
+        "seconds": round(built.seconds, 3),
+        "without": [list(item) for item in without_kernel(compiled)],
+    }
+
+
+def _print_tables(
+    compiled: list[CompiledBucket], config: Config, built: BuiltKernels | None
+) -> None:
     table = Table(title="launches, bytes and predicted time of one rank")
     for column in (
         "bucket",
@@ -324,11 +392,25 @@ def _print_tables(compiled: list[CompiledBucket], config: Config) -> None:
         f"states {memory.state / 1e9:.3f}, arena {memory.arena / 1e6:.2f} MB, "
         f"mailboxes {memory.mailboxes / 1e6:.2f} MB)"
     )
-    for name, text in proofs(compiled).items():
+    if built is not None:
+        _print_kernels(compiled, built)
+    for name, text in proofs(compiled, built).items():
         console.print(f"{name}: {text}", markup=False)
     groups = group_refusals(r for item in compiled for r in item.refusals)
     count = sum(group.count for group in groups)
     console.print(f"{count} refusals of {len(groups)} kinds (k3fuse inspect --refusals)")
+
+
+def _print_kernels(compiled: list[CompiledBucket], built: BuiltKernels) -> None:
+    launches = sum(len(item.plan.launches) for item in compiled)
+    without = without_kernel(compiled)
+    console.print(
+        f"kernels: {built.distinct} distinct for {launches - len(without)} of {launches} launches "
+        f"({built.compiled} compiled, {built.distinct - built.compiled} from the cache, "
+        f"{built.seconds:.1f} s)"
+    )
+    for bucket, launch, reason in without:
+        console.print(f"  no kernel for @{launch} of {bucket}: {reason}", markup=False)
 
 
 def _closing_line(summary: dict[str, object], output: Path | None) -> str:

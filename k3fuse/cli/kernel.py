@@ -1,9 +1,10 @@
-"""`k3fuse kernel`: compile one kernel for a shape, and on a GPU check and time it."""
+"""`k3fuse kernel`: compile the kernel of one launch, and on a GPU check and time it."""
 
 from __future__ import annotations
 
+import difflib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,20 +12,24 @@ import torch
 import typer
 from rich.table import Table
 
-from k3fuse import functional
+from k3fuse.alone.check import check
+from k3fuse.alone.timing import time_launch
+from k3fuse.cli.load import builtin_source
 from k3fuse.cli.output import console, emit_json
+from k3fuse.compiler import buckets_of, compile_bucket
 from k3fuse.errors import InputError, RefusedError
 from k3fuse.kernels.build import Request, build, write_folder
-from k3fuse.kernels.spec import CompiledKernel, KernelSpec, get_kernel
+from k3fuse.kernels.examples import EXAMPLES, example
+from k3fuse.kernels.family import NotSupported
+from k3fuse.kernels.launch import configure, describe
+from k3fuse.kernels.program import Program
+from k3fuse.kernels.spec import CompiledKernel
+from k3fuse.lowering.launch_program import launch_programs
+from k3fuse.options import CompileOptions
 from k3fuse.runtime.launcher import KernelFolder
 from k3fuse.target import Target, get_target
 
-Tensors = dict[str, torch.Tensor]
-
-GUARD = 1024  # bytes on each side of an output that must keep their pattern
-PATTERN = 0xA5
-TOLERANCE = 2e-2  # largest error over the largest value: bf16 keeps 8 bits of each result
-REPEATS = 50
+NAMES = ", ".join(f"{name} ({','.join(known.dims)})" for name, known in EXAMPLES.items())
 
 
 def register(app: typer.Typer) -> None:
@@ -33,158 +38,111 @@ def register(app: typer.Typer) -> None:
 
 
 def kernel(
-    name: Annotated[str, typer.Argument(help="projection, rms_norm, slots_rms_norm.")],
-    shape: Annotated[str, typer.Option(help="Sizes in order: M,N,K (projection), M,H or M,H,T.")],
+    name: Annotated[str, typer.Argument(help=f"An example with its sizes: {NAMES}.")] = "",
+    shape: Annotated[str, typer.Option(help="Sizes of the example in order.")] = "",
+    model: Annotated[str, typer.Option(help="Built-in model, for a launch of its plan.")] = "",
+    launch: Annotated[str, typer.Option(help="Name of a launch, as `compile` shows it.")] = "",
+    tp: Annotated[int, typer.Option(help="Ranks of the plan.")] = 1,
+    batch: Annotated[int, typer.Option(help="Requests of the plan's step.")] = 1,
+    verify_rows: Annotated[int, typer.Option(help="Rows a request of a verify step.")] = 0,
     target: Annotated[str, typer.Option(help="GPU or architecture: h200, sm_90a ...")] = "sm_90a",
     run: Annotated[bool, typer.Option("--run", help="Check and time it on this GPU.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """Compile a kernel for one shape; say what it uses, and with --run what it reaches."""
-    spec, gpu = get_kernel(name), get_target(target)
-    shapes = _shapes(spec, shape)
-    request = Request(name, spec.configure(shapes, gpu), gpu.arch)
-    built = build([request])  # a quarter of a second, and as much again for the worker
+    """Compile the kernel of a launch; say what it does and uses, and with --run what it reaches."""
+    gpu = get_target(target)
+    if bool(name) == bool(model):
+        raise InputError("name one: an example with --shape, or a launch with --model and --launch")
+    if name:
+        what, program = f"{name} {shape}", example(name, shape)
+    else:
+        options = CompileOptions(target=gpu.name, tp=tp, batches=(batch,), verify_rows=verify_rows)
+        what, program = launch, _launch_of(model, launch, options)
+    try:
+        config = configure(program, gpu)
+    except NotSupported as reason:
+        raise RefusedError(f"no kernel does {what}: {reason}") from None
+    built = build([Request(config, gpu.arch)])
     compiled = built.kernels[0]
     data: dict[str, Any] = {
-        "kernel": name,
-        "shape": shapes,
+        "kernel": what,
+        "ops": program.label,
         "target": gpu.name,
         "cached": built.compiled == 0,
         "launch": compiled.launch_facts(),
-        "bytes_moved": spec.bytes_moved(shapes),
+        "stages": describe(config)["stages"],
     }
     if run:
-        data["run"] = _run(spec, compiled, shapes, gpu)
+        data["run"] = _run(compiled, config.program, gpu)
     if json_output:
         emit_json(data)
     else:
         _print(data, compiled)
     if run and not data["run"]["ok"]:
-        raise RefusedError(f"kernel {name} {shape}: {data['run']['why']}")
+        raise RefusedError(f"kernel {what}: {data['run']['why']}")
 
 
-def _shapes(spec: KernelSpec, text: str) -> dict[str, int]:
-    parts = text.split(",")
-    wanted = ",".join(spec.dims)
-    if len(parts) != len(spec.dims) or not all(p.strip().isdigit() for p in parts):
-        raise InputError(f"--shape {text}: {spec.name} takes {wanted}, for example 1,3216,7168")
-    return dict(zip(spec.dims, map(int, parts), strict=True))
+def _launch_of(model: str, name: str, options: CompileOptions) -> Program:
+    """The program of a launch of the last bucket that has it: verify before step."""
+    module = builtin_source(model).meta_module()
+    known: list[str] = []
+    for bucket in reversed(buckets_of(options)):
+        made = compile_bucket(module, model, bucket, options)
+        programs = launch_programs(made.graph, made.plan)
+        if name in programs:
+            return programs[name]
+        known += programs
+    near = difflib.get_close_matches(name, known, n=4, cutoff=0.3)
+    raise InputError(f"{model} has no launch {name!r}; near: {', '.join(near)}")
 
 
-def _print(data: dict[str, Any], compiled: CompiledKernel) -> None:
+def _print(data: Mapping[str, Any], compiled: CompiledKernel) -> None:
     table = Table(title=compiled.name, show_header=False)
     rows = [
+        ("ops", data["ops"]),
+        ("stages", "; ".join(_stage(stage) for stage in data["stages"])),
         ("architecture", compiled.arch),
         ("grid, block", f"{compiled.grid}, {compiled.block}"),
         ("cluster", str(compiled.cluster or "none")),
         ("shared memory", f"{compiled.smem} B"),
+        ("scratch memory", f"{compiled.scratch} B"),
         ("registers, stack", f"{compiled.registers}, {compiled.stack} B"),
         ("machine code", f"{compiled.code} B"),
         ("parameters", ", ".join(f"{p.name} ({p.access})" for p in compiled.params)),
-        ("least bytes moved", f"{data['bytes_moved']:,}"),
         ("from the cache", "yes" if data["cached"] else "no"),
     ]
     if "run" in data:
         result = data["run"]
+        worst = max(result["errors"].values(), default=0.0)
         rows += [
             ("correct", "yes" if result["ok"] else f"no: {result['why']}"),
-            ("largest error", f"{result['error']:.2e} of the largest value"),
+            ("largest error", f"{worst:.2e}, norm of the error over the norm of the result"),
+            ("bytes moved", f"{result['bytes']:,}" + ("" if result["cold"] else ", from the L2")),
             ("time", f"{result['us']:.2f} us"),
-            ("bandwidth", f"{result['share']:.1%} of what the card reads"),
+            ("bandwidth", f"{result['tb_per_s']:.2f} TB/s, {result['share']:.1%} of what it reads"),
         ]
     for row in rows:
         table.add_row(*row)
     console.print(table)
 
 
-def _run(
-    spec: KernelSpec, compiled: CompiledKernel, shapes: dict[str, int], gpu: Target
-) -> dict[str, Any]:
+def _stage(stage: Mapping[str, Any]) -> str:
+    notes = [f"behind barrier {stage['after_barriers']}"] if stage["after_barriers"] else []
+    notes += ["by every CTA"] if stage["private"] else []
+    ops = ", ".join(dict.fromkeys(stage["ops"]))
+    return f"{stage['kind']}: {ops}" + (f" ({', '.join(notes)})" if notes else "")
+
+
+def _run(compiled: CompiledKernel, program: Program, gpu: Target) -> dict[str, Any]:
     if not torch.cuda.is_available():
         raise InputError(
             "--run needs a CUDA GPU and a CUDA build of torch; leave it out to compile"
         )
     torch.zeros(1, device="cuda")  # makes the context that the launcher uses
-    inputs, expected = _CASES[spec.name](shapes)
-    memory = {k: _guarded(v.shape, v.dtype) for k, v in expected.items()}
-    addresses = {k: v.data_ptr() for k, v in inputs.items()}
-    addresses |= {k: v.data_ptr() + GUARD for k, v in memory.items()}
     with tempfile.TemporaryDirectory() as folder:
         write_folder(Path(folder), [compiled])
-        launch = KernelFolder(Path(folder)).bind(compiled.name, addresses)
-        launch(torch.cuda.current_stream().cuda_stream)
-        torch.cuda.synchronize()
-        error, why = 0.0, ""
-        for key, wanted in expected.items():
-            result = _inside(memory[key], wanted)
-            difference = (result.double() - wanted.double()).abs().max() / wanted.abs().max()
-            error = max(error, float(difference.nan_to_num(torch.inf)))
-            if not _guards_intact(memory[key]):
-                why = f"wrote outside of {key}"
-        if error > TOLERANCE:
-            why = f"error {error:.2e} above {TOLERANCE:.0e}"
-        us = _time(launch)
-    moved = spec.bytes_moved(shapes)
-    share = moved / (us * 1e-6) / gpu.read_bandwidth
-    return {"ok": not why, "why": why, "error": error, "us": us, "bytes": moved, "share": share}
-
-
-def _guarded(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Bytes of a tensor between two guards, all one pattern: what is not written shows."""
-    size = shape.numel() * dtype.itemsize
-    return torch.full((GUARD + size + GUARD,), PATTERN, dtype=torch.uint8, device="cuda")
-
-
-def _inside(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return memory[GUARD:-GUARD].view(like.dtype).view(like.shape)
-
-
-def _guards_intact(memory: torch.Tensor) -> bool:
-    return bool((memory[:GUARD] == PATTERN).all() and (memory[-GUARD:] == PATTERN).all())
-
-
-def _time(launch: Callable[[int], None]) -> float:
-    """Microseconds a launch in a captured chain; weights that fit the L2 come from there."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(REPEATS):
-            launch(torch.cuda.current_stream().cuda_stream)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    graph.replay()
-    start.record()
-    graph.replay()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) * 1e3 / REPEATS
-
-
-def _random(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return (torch.randn(*shape, device="cuda") * scale).to(dtype)
-
-
-def _projection(s: dict[str, int]) -> tuple[Tensors, Tensors]:
-    x, w = _random(s["M"], s["K"]), _random(s["N"], s["K"], scale=s["K"] ** -0.5)
-    return {"x": x, "w": w}, {"y": functional.linear(x, w)}
-
-
-def _rms_norm(s: dict[str, int]) -> tuple[Tensors, Tensors]:
-    x, weight = _random(s["M"], s["H"]), _random(s["H"])
-    return {"x": x, "weight": weight}, {"y": functional.rms_norm(x, weight, eps=1e-5)}
-
-
-def _slots_rms_norm(s: dict[str, int]) -> tuple[Tensors, Tensors]:
-    inputs, _ = _rms_norm(s)
-    slots = _random(s["T"], s["M"], s["H"], dtype=torch.float32)
-    total = slots[0]
-    for slot in slots[1:]:
-        total = total + slot
-    h = (total + 0.0).bfloat16() + inputs["x"]
-    y = functional.rms_norm(h, inputs["weight"], eps=1e-5)
-    return {**inputs, "slots": slots}, {"h": h, "y": y}
-
-
-_CASES: dict[str, Callable[[dict[str, int]], tuple[Tensors, Tensors]]] = {
-    "projection": _projection,
-    "rms_norm": _rms_norm,
-    "slots_rms_norm": _slots_rms_norm,
-}
+        kernels = KernelFolder(Path(folder))
+        facts = kernels.facts[compiled.name]
+        found = check(kernels, compiled.name, facts, program)
+        times = time_launch(kernels, compiled.name, facts, program, gpu.read_bandwidth)
+    return {**found.as_dict(), **times}

@@ -61,7 +61,9 @@ def _schedules(path: Path) -> list[Schedule]:
         bundle = read_bundle(path)
         if not bundle.buckets:
             raise InputError(f"{path}: a bundle without plans: compile again")
-        return [schedule_of(bundle.plan(bucket)) for bucket in bundle.buckets]
+        return [
+            schedule_of(bundle.plan(bucket), bundle.resources(bucket)) for bucket in bundle.buckets
+        ]
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:

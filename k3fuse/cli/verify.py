@@ -13,12 +13,14 @@ from k3fuse.cli.load import bundle_options, bundle_source, use_one_thread
 from k3fuse.cli.output import Task, console, emit_json, progress
 from k3fuse.compiler import trace_bucket
 from k3fuse.errors import RefusedError, VerifyError
-from k3fuse.ir import parse_graph, print_graph, verify
+from k3fuse.ir import Graph, parse_graph, print_graph, verify
 from k3fuse.lowering.lower import lower
 from k3fuse.lowering.recipe import merge_recipes, weight_recipe
+from k3fuse.lowering.select import Kernels, resources_of, select
 from k3fuse.passes.numeric_check import Load, NumericCheck, PassCheck
 from k3fuse.passes.pipeline import STOCK
 from k3fuse.runtime.bundle import MANIFEST, Bucket, Bundle, read_bundle
+from k3fuse.runtime.plan import Plan
 from k3fuse.schedule.from_plan import schedule_of
 from k3fuse.schedule.proof import prove
 from k3fuse.target import get_target
@@ -138,10 +140,26 @@ class _BucketCheck:
             raise RefusedError("the plan is not that of its graph")
         if (plan.tp, get_target(plan.target)) != (manifest.tp, get_target(manifest.target)):
             raise RefusedError(f"{MANIFEST} names another target or TP than the plan")
-        proof = prove(schedule_of(plan))
+        self._kernels(final, plan)
+        proof = prove(schedule_of(plan, self.bundle.resources(self.bucket)))
         if not proof.proved:
             reasons = [*map(str, proof.findings), *proof.not_proven]
             raise RefusedError(f"its schedule is not proven: {'; '.join(reasons[:3])}")
+
+    def _kernels(self, graph: Graph, plan: Plan) -> None:
+        """The selection is the one that this graph and plan give, and its kernels are those."""
+        found, manifest = self.bundle.selection(self.bucket), self.bundle.kernels()
+        if found is None or manifest is None:
+            return
+        kernels = Kernels(get_target(plan.target))
+        if select(graph, plan, kernels) != found:
+            raise RefusedError("the selection of kernels is not that of its plan")
+        records = manifest.by_name()
+        for name, config in kernels.configs.items():
+            if records[name].resources != resources_of(config):
+                raise RefusedError(f"kernel {name} takes other resources than its launches do")
+            if not records[name].audited:
+                raise RefusedError(f"kernel {name} did not pass the PTX audit")
 
 
 def _recipe_differs(bundle: Bundle) -> bool:

@@ -2,39 +2,40 @@
 
 The compiler can take its process down, and its sessions are bound to one thread: so every kernel
 is compiled in a worker. An entry of the cache is named by what it depends on: the source of this
-package, the versions of the CuTe DSL, the architecture, the kernel and its configuration.
+package, the versions of the CuTe DSL, the architecture and the configuration.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from k3fuse.errors import InputError, K3FuseError
-from k3fuse.kernels.spec import CompiledKernel, Parameter, get_kernel
+from k3fuse.kernels.launch import LaunchConfig
+from k3fuse.kernels.spec import CompiledKernel, Parameter
 
 DSL = "nvidia-cutlass-dsl"
 _FLAVOURS = (f"{DSL}-libs-cu12", f"{DSL}-libs-cu13")
-MANIFEST_FORMAT = 1
+MANIFEST_FORMAT = 2
 
 
 @dataclass(frozen=True)
 class Request:
-    """One kernel to compile: its name, a configuration it made, the architecture ("sm_90a")."""
+    """One kernel to compile: what `kernels.launch.configure` gave, the architecture ("sm_90a")."""
 
-    kernel: str
-    config: Any
+    config: LaunchConfig
     arch: str
 
 
@@ -78,16 +79,15 @@ def source_hash() -> str:
     return total.hexdigest()
 
 
-def key_of(request: Request) -> str:
-    """The name of a request in the cache, 64 hexadecimal digits."""
-    content = [
-        source_hash(),
-        dsl_version(),
-        request.arch,
-        request.kernel,
-        asdict(request.config),
-    ]
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+def key_of(request: Request, compiler: str) -> str:
+    """The name of a request in the cache, 64 hexadecimal digits. compiler: `compiler_key()`."""
+    content = f"{compiler}\0{request.arch}\0{request.config!r}"
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def compiler_key() -> str:
+    """What all kernels depend on: the source of the package and the versions of the DSL."""
+    return f"{source_hash()}\0{dsl_version()}"
 
 
 def build(
@@ -96,16 +96,19 @@ def build(
     folder: Path | None = None,
     workers: int | None = None,
     progress: Callable[[str, int, int], None] | None = None,
+    failed: Callable[[str], None] | None = None,
 ) -> Built:
     """Compile what the cache does not hold.
 
     folder: the cache (None: `cache_folder()`). workers: processes (None: one a core).
     progress(label, done, total) is called after each kernel. Raises InputError when the CuTe DSL is
-    missing, K3FuseError naming the kernel when it does not compile.
+    missing, K3FuseError naming the kernel when it does not compile; with `failed`, that is called
+    with the error instead, and the kernel is left out of the result.
     """
     folder = cache_folder() if folder is None else folder
-    keys = [key_of(request) for request in requests]
-    done = {key: found for key in keys if (found := load(folder, key)) is not None}
+    compiler = compiler_key()
+    keys = [key_of(request, compiler) for request in requests]
+    done = _load_all(folder, list(dict.fromkeys(keys)))
     missing = {key: r for key, r in zip(keys, requests, strict=True) if key not in done}
     count = 0
 
@@ -121,17 +124,32 @@ def build(
             try:
                 for job in as_completed(jobs):
                     key = jobs[job]
-                    done[key] = _result(job.result, missing[key])
-                    save(folder, key, done[key])
                     count += 1
+                    try:
+                        done[key] = _result(job.result, missing[key])
+                    except K3FuseError as error:
+                        if failed is None:
+                            raise
+                        failed(str(error))
+                        continue
+                    save(folder, key, done[key])
                     report(done[key].name)
             finally:
                 pool.shutdown(cancel_futures=True)
-    return Built(tuple(done[key] for key in keys), len(missing))
+    return Built(tuple(done[key] for key in keys if key in done), len(missing))
+
+
+def _load_all(folder: Path, keys: Sequence[str]) -> dict[str, CompiledKernel]:
+    """What the cache holds; reading and hashing files runs in threads."""
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        found = list(pool.map(partial(load, folder), keys))
+    return {key: kernel for key, kernel in zip(keys, found, strict=True) if kernel is not None}
 
 
 def _compile(request: Request) -> CompiledKernel:
-    return get_kernel(request.kernel).compile(request.config, request.arch)
+    device = importlib.import_module("k3fuse.kernels.device.launch")
+    made: CompiledKernel = device.build(request.config, request.arch)
+    return replace(made, scratch=request.config.scratch_bytes)
 
 
 def _result(get: Callable[[], CompiledKernel], request: Request) -> CompiledKernel:
@@ -143,7 +161,7 @@ def _result(get: Callable[[], CompiledKernel], request: Request) -> CompiledKern
             f"{what}, or one compiled beside it, ended its compiler: {error}"
         ) from error
     except Exception as error:
-        raise K3FuseError(f"{what} does not compile: {error}") from error
+        raise K3FuseError(f"{what} does not compile: {type(error).__name__}: {error}") from error
 
 
 def save(folder: Path, key: str, kernel: CompiledKernel) -> None:
@@ -172,21 +190,23 @@ def load(folder: Path, key: str) -> CompiledKernel | None:
     return CompiledKernel(cubin=cubin, ptx=ptx, **facts)
 
 
-def write_folder(out: Path, kernels: Sequence[CompiledKernel]) -> None:
-    """A folder that `k3fuse.runtime.launcher` loads: cubins, PTX and manifest.json."""
+def write_folder(out: Path, kernels: Sequence[CompiledKernel], *, ptx: bool = False) -> None:
+    """A folder that `k3fuse.runtime.launcher` loads: manifest.json, and cubins named by content.
+
+    ptx: write the PTX too, beside each cubin. An error names two kernels of one name.
+    """
     out.mkdir(parents=True, exist_ok=True)
-    entries: list[dict[str, Any]] = []
+    entries: dict[str, dict[str, Any]] = {}
     for kernel in kernels:
-        (out / f"{kernel.name}.cubin").write_bytes(kernel.cubin)
-        (out / f"{kernel.name}.ptx").write_text(kernel.ptx)
-        entries.append(
-            {
-                **kernel.launch_facts(),
-                "cubin": f"{kernel.name}.cubin",
-                "sha256": hashlib.sha256(kernel.cubin).hexdigest(),
-            }
-        )
-    manifest = {"format": MANIFEST_FORMAT, "compiler": dsl_version(), "kernels": entries}
+        digest = hashlib.sha256(kernel.cubin).hexdigest()
+        facts = {**kernel.launch_facts(), "cubin": f"{digest}.cubin", "sha256": digest}
+        if entries.setdefault(kernel.name, facts) != facts:
+            raise K3FuseError(f"two kernels are called {kernel.name}")
+        (out / f"{digest}.cubin").write_bytes(kernel.cubin)
+        if ptx:
+            (out / f"{digest}.ptx").write_text(kernel.ptx)
+    listed = list(entries.values())
+    manifest = {"format": MANIFEST_FORMAT, "compiler": dsl_version(), "kernels": listed}
     (out / "manifest.json").write_text(json.dumps(manifest, indent=1))
 
 

@@ -6,9 +6,9 @@ from typing import ClassVar
 
 from k3fuse.ir import Attr, Graph, Node
 from k3fuse.passes.base import Edit, Pass
-from k3fuse.passes.fuse_prologue import SMALL_PROJECTION
 from k3fuse.schedule.edges import launch_dependencies
 from k3fuse.schedule.roles import weight_bytes
+from k3fuse.target import Target
 
 
 class InsertPdl(Pass):
@@ -21,9 +21,9 @@ class InsertPdl(Pass):
 
     A launch follows its predecessor on the stream by a PDL edge and waits before the first leaf
     that reads anything but static values (`wait` is that leaf's index), so weights stream above the
-    wait. Every launch waits, which makes the edges transitive. Small launches let the next one
-    start at entry; one that streams more than 8 MB of weights triggers with its last tile, or the
-    next launches take its bandwidth (H200: 16 instead of 11 us for the in-projection). Other
+    wait. Every launch waits, which makes the edges transitive. Launches let the next one start at
+    entry; one that streams more weights than the SMs hold at once triggers with its last tile, or
+    the next launches take its bandwidth (H200: 16 instead of 11 us for the in-projection). Other
     streams are ordered by events, and joined before the step ends. Order: last.
     """
 
@@ -39,7 +39,8 @@ class InsertPdl(Pass):
             after: tuple[Attr, ...] = tuple(str(e) for e in edges[launch.name])
             edit.set_attr(launch, "after", after)
             edit.set_attr(launch, "wait", _first_dynamic(launch, static))
-            edit.set_attr(launch, "trigger", _trigger(launch, graph, static))
+            trigger = _trigger(launch, graph, static, edit.target)
+            edit.set_attr(launch, "trigger", trigger)
 
 
 def _first_dynamic(launch: Node, static: set[int]) -> int:
@@ -49,7 +50,8 @@ def _first_dynamic(launch: Node, static: set[int]) -> int:
     return len(launch.body)
 
 
-def _trigger(launch: Node, graph: Graph, static: set[int]) -> str:
+def _trigger(launch: Node, graph: Graph, static: set[int], target: Target) -> str:
     experts = any(leaf.op == "moe_experts" for leaf in launch.body)
-    large = experts or weight_bytes(launch, graph, static) > SMALL_PROJECTION
+    held = target.sm_count * target.smem_per_block
+    large = experts or weight_bytes(launch, graph, static) > held
     return "last_tile" if large else "entry"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from k3fuse.errors import InputError
 from k3fuse.passes.base import Refusal
@@ -11,6 +11,7 @@ from k3fuse.passes.instruments import diff_lines
 from k3fuse.report.layers import layer_lines
 from k3fuse.runtime.bundle import Bucket, Bundle
 from k3fuse.runtime.plan import Plan
+from k3fuse.runtime.selection import KernelRecord, Selection
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class BucketReport:
     name: "step_b8_q1". kind: step, verify or commit. dumps: file stem of a dump
     ("003_absorb-mla") -> text, in pipeline order. floor_us: time that the step's least bytes
     take on all GPUs of the group at their nominal bandwidth; None when no configuration tells.
+    selection, kernels (by name): None and empty without kernels.
     """
 
     name: str
@@ -29,6 +31,8 @@ class BucketReport:
     dumps: Mapping[str, str]
     refusals: tuple[Refusal, ...]
     floor_us: float | None = None
+    selection: Selection | None = None
+    kernels: Mapping[str, KernelRecord] = field(default_factory=dict[str, KernelRecord])
 
     @property
     def passes(self) -> list[str]:
@@ -77,7 +81,7 @@ def kind_of(bucket: Bucket) -> str:
 
 def report_of(bundle: Bundle, bucket: Bucket, floor_us: float | None = None) -> BucketReport:
     """What a bundle says of one of its buckets; InputError when a file of it is bad."""
-    plan = bundle.plan(bucket)
+    plan, kernels = bundle.plan(bucket), bundle.kernels()
     return BucketReport(
         name=bucket.name,
         kind=kind_of(bucket),
@@ -90,4 +94,6 @@ def report_of(bundle: Bundle, bucket: Bucket, floor_us: float | None = None) -> 
             if r.bucket == bucket.name
         ),
         floor_us=floor_us,
+        selection=bundle.selection(bucket),
+        kernels={} if kernels is None else kernels.by_name(),
     )

@@ -13,6 +13,7 @@ from k3fuse.report.contents import BucketReport
 from k3fuse.report.layers import launches_by_layer, layer_kinds, require_layer
 from k3fuse.report.timeline import Bound, bound_of, reads_mailbox, timeline
 from k3fuse.runtime.plan import Launch, Mailbox, Memory
+from k3fuse.runtime.selection import KernelStage, LaunchKernel
 from k3fuse.target import get_target
 
 STREAMS = ("main", "aux", "prefetch")
@@ -74,11 +75,31 @@ class BucketSummary:
     memory: Memory
     mailboxes: tuple[Mailbox, ...]
     refusals: int
+    kernels: int | None  # distinct ones of the bucket; None without kernels
+    without_kernel: int
+
+
+@dataclass(frozen=True)
+class KernelView:
+    """The kernel of a launch for people. grid and cluster in CTAs, bytes a CTA of shared memory;
+    stages: their ops, each behind the grid barriers before it."""
+
+    name: str
+    grid: int
+    threads: int
+    cluster: int
+    smem: int
+    scratch: int
+    registers: int
+    stages: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class LaunchRow:
-    """One launch as a table row. wait: the first op that must not run before the wait."""
+    """One launch as a table row. wait: the first op that must not run before the wait.
+
+    kernel: None where no kernel was selected; no_kernel then says why, if one was looked for.
+    """
 
     number: int  # position in the plan
     name: str
@@ -97,6 +118,8 @@ class LaunchRow:
     wait_op: str  # empty when no op needs the wait
     trigger: str
     operands: dict[str, list[str]]  # access class -> "read %value: type (bytes)"
+    kernel: KernelView | None
+    no_kernel: str
 
 
 @dataclass(frozen=True)
@@ -112,7 +135,7 @@ class RefusalGroup:
 
 def summarize(report: BucketReport) -> BucketSummary:
     """The totals of a bucket and one entry per kind of layer."""
-    plan = report.plan
+    plan, chosen = report.plan, report.selection
     by_stream = Counter(launch.stream for launch in plan.launches)
     predicted = plan.predicted_us
     known = report.floor_us is not None and predicted > 0
@@ -137,6 +160,8 @@ def summarize(report: BucketReport) -> BucketSummary:
         memory=plan.memory,
         mailboxes=plan.mailboxes,
         refusals=len(report.refusals),
+        kernels=None if chosen is None else len({x.kernel for x in chosen.launches if x.kernel}),
+        without_kernel=0 if chosen is None else len(chosen.without),
     )
 
 
@@ -181,6 +206,7 @@ def launch_rows(report: BucketReport, layer: int | None = None) -> list[LaunchRo
     plan = report.plan
     target = get_target(plan.target)
     spans = timeline(plan.launches)
+    chosen = {} if report.selection is None else {x.launch: x for x in report.selection.launches}
     if layer is not None:
         require_layer(plan, layer)
     return [
@@ -202,10 +228,34 @@ def launch_rows(report: BucketReport, layer: int | None = None) -> list[LaunchRo
             wait_op=launch.ops[launch.wait] if launch.wait < len(launch.ops) else "",
             trigger=launch.trigger,
             operands=_operands(launch),
+            kernel=_kernel(report, chosen.get(launch.name)),
+            no_kernel=chosen[launch.name].reason if launch.name in chosen else "",
         )
         for number, launch in enumerate(plan.launches)
         if layer is None or launch.layer == layer
     ]
+
+
+def _kernel(report: BucketReport, chosen: LaunchKernel | None) -> KernelView | None:
+    if chosen is None or not chosen.kernel:
+        return None
+    record = report.kernels[chosen.kernel]
+    taken = record.resources
+    return KernelView(
+        name=record.name,
+        grid=taken.grid,
+        threads=taken.threads,
+        cluster=taken.cluster,
+        smem=taken.smem,
+        scratch=record.scratch,
+        registers=record.registers,
+        stages=tuple(_stage(stage) for stage in record.stages),
+    )
+
+
+def _stage(stage: KernelStage) -> str:
+    where = f"behind barrier {stage.after_barriers}: " if stage.after_barriers else ""
+    return f"{where}{' '.join(stage.ops)}{' (by every CTA)' if stage.private else ''}"
 
 
 def _operands(launch: Launch) -> dict[str, list[str]]:

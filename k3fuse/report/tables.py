@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from k3fuse.report.summary import BucketSummary, LaunchRow, RefusalGroup
+from k3fuse.report.summary import BucketSummary, KernelView, LaunchRow, RefusalGroup
 from k3fuse.report.units import human_bytes, human_us
 
 
@@ -64,7 +64,11 @@ def _totals(summary: BucketSummary) -> str:
         text += (
             f", {100 * summary.share_of_floor:.3g} % of the floor of {human_us(summary.floor_us)}"
         )
-    return f"{text}; {summary.refusals} refusals"
+    text = f"{text}; {summary.refusals} refusals"
+    if summary.kernels is None:
+        return f"{text}; no kernels"
+    missing = f", {summary.without_kernel} launches without" if summary.without_kernel else ""
+    return f"{text}; {summary.kernels} distinct kernels{missing}"
 
 
 def memory_table(summary: BucketSummary) -> Table:
@@ -114,10 +118,24 @@ def _launch(row: LaunchRow) -> str:
         f"   ops: {' '.join(row.ops)}",
         f"   after: {' '.join(row.after) or 'nothing'}; {wait}; trigger {row.trigger}",
     ]
+    if row.kernel is not None:
+        lines += _kernel(row.kernel)
+    elif row.no_kernel:
+        lines.append(f"   no kernel: {row.no_kernel}")
     for access, operands in row.operands.items():
         lines.append(f"   {access}:")
         lines += [f"      {operand}" for operand in operands]
     return "\n".join(lines)
+
+
+def _kernel(kernel: KernelView) -> list[str]:
+    cluster = f" in clusters of {kernel.cluster}" if kernel.cluster > 1 else ""
+    scratch = f", scratch {human_bytes(kernel.scratch)}" if kernel.scratch else ""
+    head = (
+        f"   kernel {kernel.name}: grid {kernel.grid}{cluster}, {kernel.threads} threads, "
+        f"{kernel.registers} registers, shared memory {human_bytes(kernel.smem)}{scratch}"
+    )
+    return [head, *(f"      stage {i}: {stage}" for i, stage in enumerate(kernel.stages))]
 
 
 def refusal_table(groups: Iterable[RefusalGroup]) -> Table:

@@ -5,9 +5,12 @@
     ir/<bucket>.ir             the graph that the plan was lowered from
     dumps/<bucket>/NNN_<pass>.ir   the graph after each pass (optional)
     recipe.ir                  weights -> the static values that launches read, for all buckets
+    selections/<bucket>.json   the kernel of every launch and its arguments (with kernels)
+    kernels/manifest.json      what launching each kernel takes (with kernels)
+    kernels/<name>.cubin       machine code for the bundle's target
 
-Everything is text, and equal inputs give equal bytes. Loading compiles nothing, runs no code from
-the directory, and believes no file whose hash is not in the manifest.
+Equal inputs give equal bytes. Loading compiles nothing, runs no code on the host from the
+directory, and believes no file whose hash is not in the manifest.
 """
 
 from __future__ import annotations
@@ -28,13 +31,23 @@ from k3fuse import __version__
 from k3fuse.errors import InputError
 from k3fuse.ir import Graph, parse_graph, print_graph
 from k3fuse.runtime.plan import Plan, read_plan
+from k3fuse.runtime.selection import (
+    KernelManifest,
+    Resources,
+    Selection,
+    check_selection,
+    launch_resources,
+    read_kernels,
+    read_selection,
+)
 
 BUNDLE_FORMAT = "k3fuse-bundle"
-BUNDLE_VERSION = 1
+BUNDLE_VERSION = 2
 """Raised whenever the meaning of a file or field changes; another version is refused."""
 
 MANIFEST = "manifest.json"
 RECIPE = "recipe.ir"
+KERNELS = "kernels/manifest.json"
 CACHE_KEY_PARTS = frozenset({"version", "options", "config", "target", "pipeline"})
 
 Kind = Literal["step", "commit"]
@@ -94,12 +107,24 @@ class RefusalRecord:
 
 @dataclass(frozen=True)
 class BucketContents:
-    """What a bundle holds of one bucket; `dumps` is (pass name, IR text) in order of the passes."""
+    """What a bundle holds of one bucket; `dumps` is (pass name, IR text) in order of the passes.
+
+    selection: None in a bundle without kernels.
+    """
 
     bucket: Bucket
     plan: Plan
     graph: Graph
     dumps: Sequence[tuple[str, str]] = ()
+    selection: Selection | None = None
+
+
+@dataclass(frozen=True)
+class KernelFiles:
+    """The kernels of all buckets: their manifest, and each cubin by the file name in it."""
+
+    manifest: KernelManifest
+    cubins: Mapping[str, bytes]
 
 
 @dataclass(frozen=True)
@@ -117,17 +142,19 @@ class Contents:
     buckets: Sequence[BucketContents]
     refusals: Sequence[RefusalRecord] = ()
     passes: Sequence[PassRecord] = ()
+    kernels: KernelFiles | None = None
 
 
 @dataclass(frozen=True)
 class BucketEntry:
-    """A bucket in the manifest, with the names of its files."""
+    """A bucket in the manifest, with the names of its files; selection is empty without kernels."""
 
     batch: int
     rows_per_request: int
     kind: Kind
     plan: str
     ir: str
+    selection: str
     plan_hash: str
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -184,6 +211,42 @@ class Bundle:
         """The weight recipe of all buckets; `runtime.weights.evaluate_recipe` runs it."""
         return parse_graph(self._text(RECIPE), str(self.directory / RECIPE))
 
+    @property
+    def has_kernels(self) -> bool:
+        return KERNELS in self.manifest.files
+
+    @property
+    def kernel_folder(self) -> Path:
+        """The folder that `runtime.launcher.KernelFolder` loads."""
+        return (self.directory / KERNELS).parent
+
+    def kernels(self) -> KernelManifest | None:
+        """The kernels of all buckets; None in a bundle without."""
+        if not self.has_kernels:
+            return None
+        return read_kernels(self._text(KERNELS), str(self.directory / KERNELS))
+
+    def selection(self, bucket: Bucket) -> Selection | None:
+        """The kernels of a bucket's launches; None in a bundle without. InputError when they do
+        not fit the plan or the kernels."""
+        name = self._entry(bucket).selection
+        kernels = self.kernels()
+        if not name or kernels is None:
+            return None
+        found = read_selection(self._text(name), str(self.directory / name))
+        try:
+            check_selection(found, self.plan(bucket), kernels.by_name())
+        except InputError as error:
+            raise InputError(f"{self.directory / name}: {error}") from None
+        return found
+
+    def resources(self, bucket: Bucket) -> dict[str, Resources]:
+        """What the kernel of each launch takes, by launch name; empty without kernels."""
+        selection, kernels = self.selection(bucket), self.kernels()
+        if selection is None or kernels is None:
+            return {}
+        return launch_resources(selection, kernels.by_name())
+
     def dumps(self, bucket: Bucket) -> list[tuple[str, str]]:
         """(file stem, IR text) of the bucket's dumps in order of the passes; may be empty."""
         folder = f"dumps/{bucket.name}/"
@@ -229,10 +292,10 @@ def write_bundle(directory: Path, contents: Contents) -> Manifest:
     new = directory.with_name(f".{directory.name}.{os.getpid()}.new")
     old = directory.with_name(f".{directory.name}.{os.getpid()}.old")
     try:
-        for name, text in {**files, MANIFEST: _to_json(manifest)}.items():
+        for name, data in {**files, MANIFEST: _to_json(manifest).encode()}.items():
             path = new / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(text.encode())
+            path.write_bytes(data)
         if directory.exists():
             directory.rename(old)
         try:
@@ -266,7 +329,7 @@ def read_bundle(directory: Path) -> Bundle:
     for name in sorted(found - {MANIFEST} - set(manifest.files)):
         raise InputError(f"{directory / name} is not listed in {MANIFEST}: remove it")
     for entry in manifest.buckets:
-        for name in (entry.plan, entry.ir):
+        for name in (entry.plan, entry.ir, *filter(None, [entry.selection])):
             _require_listed(path, manifest, name)
         if manifest.files[entry.plan] != entry.plan_hash:
             raise InputError(
@@ -277,17 +340,28 @@ def read_bundle(directory: Path) -> Bundle:
     return Bundle(directory, manifest)
 
 
-def _files(contents: Contents) -> Iterator[tuple[str, str]]:
+def _files(contents: Contents) -> Iterator[tuple[str, bytes]]:
     for item in contents.buckets:
         name = item.bucket.name
-        yield f"plans/{name}.json", item.plan.to_json()
-        yield f"ir/{name}.ir", print_graph(item.graph)
+        yield f"plans/{name}.json", item.plan.to_json().encode()
+        yield f"ir/{name}.ir", print_graph(item.graph).encode()
+        if item.selection is not None:
+            yield _selection_file(item), item.selection.to_json().encode()
         for index, (pass_name, text) in enumerate(item.dumps):
-            yield f"dumps/{name}/{index:03d}_{pass_name}.ir", text
-    yield RECIPE, print_graph(contents.recipe)
+            yield f"dumps/{name}/{index:03d}_{pass_name}.ir", text.encode()
+    yield RECIPE, print_graph(contents.recipe).encode()
+    if contents.kernels is not None:
+        yield KERNELS, contents.kernels.manifest.to_json().encode()
+        folder = PurePosixPath(KERNELS).parent
+        for name, cubin in contents.kernels.cubins.items():
+            yield str(folder / name), cubin
 
 
-def _manifest(contents: Contents, files: Mapping[str, str]) -> Manifest:
+def _selection_file(item: BucketContents) -> str:
+    return "" if item.selection is None else f"selections/{item.bucket.name}.json"
+
+
+def _manifest(contents: Contents, files: Mapping[str, bytes]) -> Manifest:
     names = [item.bucket.name for item in contents.buckets]
     if len(set(names)) != len(names):
         raise InputError(f"a bundle holds each bucket once, not {', '.join(names)}")
@@ -309,11 +383,12 @@ def _manifest(contents: Contents, files: Mapping[str, str]) -> Manifest:
                 item.bucket.kind,
                 f"plans/{item.bucket.name}.json",
                 f"ir/{item.bucket.name}.ir",
+                _selection_file(item),
                 item.plan.hash(),
             )
             for item in contents.buckets
         ),
-        files={name: _sha256(text.encode()) for name, text in files.items()},
+        files={name: _sha256(data) for name, data in files.items()},
         refusals=tuple(contents.refusals),
         passes=tuple(contents.passes),
     )

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from k3fuse.errors import InputError, K3FuseError
 
-MANIFEST_FORMAT = 1
+MANIFEST_FORMAT = 2
 _TYPES: Mapping[str, type[ctypes.c_uint64 | ctypes.c_int32 | ctypes.c_float]] = {
     "u64": ctypes.c_uint64,
     "i32": ctypes.c_int32,
@@ -35,7 +35,9 @@ def read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
     except json.JSONDecodeError as error:
         raise InputError(f"{path} is not JSON: {error}") from None
     if data.get("format") != MANIFEST_FORMAT:
-        raise InputError(f"{path}: format {data.get('format')}, this version reads 1: build anew")
+        raise InputError(
+            f"{path}: format {data.get('format')}, this version reads {MANIFEST_FORMAT}: build anew"
+        )
     return {entry["name"]: entry for entry in data["kernels"]}
 
 

@@ -74,6 +74,7 @@ def audit_kernel(
     findings += flag_findings(kernel, origins, reached, sentinels)
     for item in reached.branches:
         findings += _store_class(kernel, origins, item)
+        findings += _static_store(kernel, origins, item)
     findings += _shared_memory(kernel, declared_smem, dynamic_smem)
     return findings
 
@@ -243,19 +244,37 @@ def _store_class(kernel: Kernel, origins: OriginMap, item: Instruction) -> Itera
             )
 
 
+def _static_store(kernel: Kernel, origins: OriginMap, item: Instruction) -> Iterator[Finding]:
+    """Weights are never written, so that others may read them above their waits.
+
+    Only what is sure: pointers that pass through shared memory are not told apart.
+    """
+    access = access_of(item)
+    if access is None or access.kind not in ("write", "update"):
+        return
+    if access.space not in ("global", "generic"):
+        return
+    direct, _, _ = origins.pointers(access.address)
+    found = [origins.operands[i] for i in sorted(direct)]
+    weights = [operand for operand in found if operand.access == "weight"]
+    if weights and len(weights) == len(direct):
+        yield Finding("write to weight", f"{_at(kernel, item)} stores to {weights[0]}")
+
+
 def _unknown_target(kernel: Kernel, item: Instruction, access: MemoryAccess) -> Finding:
     what = "multimem" if access.multimem else "a store"
     return Finding("not proven", f"{_at(kernel, item)}: {what} to no known parameter")
 
 
 def _shared_memory(kernel: Kernel, declared: int, dynamic: int) -> Iterator[Finding]:
-    """Declared bytes are the static variables plus the dynamic bytes of the launch."""
+    """Declared bytes are the static variables plus the dynamic bytes of the launch.
+
+    A launch may give bytes that its kernel leaves alone: they are taken, and declared.
+    """
     where = f"{kernel.name} line {kernel.line}"
     external = [item.name for item in kernel.shared if item.external]
     if external and not dynamic:
         yield Finding("shared memory", f"{where}: uses {external[0]}, but the launch gives 0 bytes")
-    if dynamic and not external:
-        yield Finding("shared memory", f"{where}: the launch gives {dynamic} bytes, none are used")
     used = kernel.static_shared + dynamic
     if used != declared:
         yield Finding(

@@ -1,6 +1,6 @@
 """Single faults of schedules that a plan might have had: made of an accepted variant of a plan.
 
-No plan relies on the trigger of completion, empties the stage that it reads, or has grids yet. So
+A plan does not rely on the trigger of completion, empty the stage that it reads, or have grids. So
 each of these first rewrites an accepted schedule into one that does, which must be accepted too
 (`Mutant.base`), and then breaks one thing in it.
 """
@@ -138,11 +138,12 @@ def _own_stage(schedule: Schedule, rule: MailboxRule) -> Schedule:
     boxes = tuple(replace(r, rearm=r.stages) if r is rule else r for r in schedule.mailboxes)
     launches: list[ScheduledLaunch] = []
     for launch in schedule.launches:
-        program = list(launch.program)
-        at = [i for i, a in enumerate(program) if a.kind == "rearm" and a.target == rule.name]
-        if at:
-            program.insert(at[0], Action("barrier", f"{launch.name}.read"))
-        launches.append(replace(launch, program=tuple(program)))
+        moved = [a for a in launch.program if a.kind == "rearm" and a.target == rule.name]
+        program = launch.program
+        if moved:
+            rest = (a for a in program if a not in moved)
+            program = (*rest, Action("barrier", f"{launch.name}.read"), *moved)
+        launches.append(replace(launch, program=program))
     return replace(schedule, mailboxes=boxes, launches=tuple(launches))
 
 

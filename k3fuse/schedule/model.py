@@ -54,9 +54,9 @@ class ScheduledLaunch:
 
     ctas_per_sm: how many of its CTAs share an SM by its launch bounds (registers are not modelled,
     so one is all that can be counted on otherwise). smem_parts: (what for, bytes) of smem, checked
-    against it when given. spins: its CTAs wait for one another or for peers, so all of them must be
-    resident together. host_metadata: it reads a host value when it is launched, which a replay
-    would not repeat.
+    against it when given. spins: its CTAs wait for one another, or for peers that may wait for
+    them, so all of them must be resident together. host_metadata: it reads a host value when it is
+    launched, which a replay would not repeat.
     """
 
     name: str

@@ -26,20 +26,22 @@ def flag_findings(
 ) -> list[Finding]:
     """Stale-flag findings of every loop that leaves on a value loaded from a mailbox."""
     definitions = _Definitions(kernel)
+    polled = {i: o for i in kernel.instructions() if (o := _mailbox(origins, i)) is not None}
     found: dict[tuple[int, str], Finding] = {}
     for loop in loops(kernel):
         inside = {i for index in loop.blocks for i in kernel.blocks[index].instructions}
-        spun = {i for i in inside if i in reached and _mailbox(origins, i) is not None}
+        spun = {i for i in inside if i in reached and i in polled}
         if not spun:
             continue
         for leave in loop.exits:
             for compare in _compares(leave, definitions):
                 sources_behind = _leaves(compare, definitions)
                 for load in spun & {i for i in sources_behind if isinstance(i, Instruction)}:
-                    rest = sources_behind - spun
-                    why = _stale(rest, sentinels)
-                    operand = _mailbox(origins, load)
-                    if why and operand is not None:
+                    operand = polled[load]
+                    # A first load above the loop is the same flag, not what it is compared with.
+                    rest = sources_behind - spun - {i for i, o in polled.items() if o is operand}
+                    why = _stale(compare, rest, sentinels)
+                    if why:
                         kind, text = why
                         found[compare.line, operand.name] = Finding(
                             kind,
@@ -139,7 +141,9 @@ def _leaves(compare: Instruction, definitions: _Definitions) -> frozenset[Instru
     return frozenset(found)
 
 
-def _stale(rest: frozenset[Instruction | str], sentinels: Sequence[int]) -> tuple[str, str] | None:
+def _stale(
+    compare: Instruction, rest: frozenset[Instruction | str], sentinels: Sequence[int]
+) -> tuple[str, str] | None:
     """Why the other side of a comparison does not advance at replay: finding kind and text."""
     names = sorted(x for x in rest if isinstance(x, str) and not _LITERAL.fullmatch(x))
     if any(name.startswith("%gridid") for name in names):
@@ -149,14 +153,28 @@ def _stale(rest: frozenset[Instruction | str], sentinels: Sequence[int]) -> tupl
     if memory:
         return None
     literals = sorted(x for x in rest if isinstance(x, str) and _LITERAL.fullmatch(x))
-    known = {word & 0xFFFFFFFF for word in sentinels} | {word >> 16 & 0xFFFF for word in sentinels}
-    if not loads and not names and any(_word(x) in known for x in literals):
+    if not loads and not names and any(_is_sentinel(compare, x, sentinels) for x in literals):
         return None
     if loads:
         return "stale flag", f"a parameter ({loads[0]}), which a captured launch repeats"
     if names:
         return "not proven", f"{', '.join(names)}"
     return "stale flag", f"{', '.join(literals) or 'itself'}, which is no sentinel"
+
+
+_HALF_RANGES = {("gt", 0x8000FFFF), ("le", 0x8000FFFF), ("lt", 0x80010000), ("ge", 0x80010000)}
+"""Signed comparisons of a word that say whether its upper half is 0x8000, the least there is."""
+
+
+def _is_sentinel(compare: Instruction, literal: str, sentinels: Sequence[int]) -> bool:
+    """Whether a comparison with this literal asks for a word, or half of one, that means empty."""
+    word, halves = _word(literal), {value >> 16 & 0xFFFF for value in sentinels}
+    kind = compare.parts[-1]
+    if kind in ("b16", "s16", "u16"):
+        return word & 0xFFFF in halves
+    if kind == "s32" and 0x8000 in halves and (compare.parts[1], word) in _HALF_RANGES:
+        return True
+    return word in {value & 0xFFFFFFFF for value in sentinels} | halves
 
 
 def _word(literal: str) -> int:

@@ -5,6 +5,10 @@ share one) beside whatever may hold SMs at that time: every launch that no chain
 before or after it. PDL neighbours take nothing from each other: a launch starts by PDL only when
 every CTA of the one before has triggered, so all of those are resident already and will finish.
 What runs beside is placed in the worst way: one SM a CTA, each in another cluster's place.
+
+A launch that only waits for peers need not be resident as a whole while exchanges come in turn: all
+launches that publish or poll follow one another, each use published before the launch that polls
+it. Then whatever it waits for is done by launches that need nothing of it (docs/proofs.md).
 """
 
 from __future__ import annotations
@@ -50,10 +54,13 @@ def prove_residency(schedule: Schedule) -> Residency:
         return result
     target = get_target(schedule.target)
     overlaps = _Overlaps(schedule)
+    spinning = {launch.name for launch in known if launch.spins}
+    if not overlaps.exchanges_in_turn():
+        spinning |= {launch.name for launch in known if _kinds(launch) & {"poll"}}
     for launch in known:
         result.checked += 1
         result.findings += _alone(launch, target)
-        if not launch.spins:
+        if launch.name not in spinning:
             continue
         beside = overlaps.beside(launch)
         unknown = [f"@{other.name}" for other in beside if other.grid <= 0]
@@ -63,7 +70,7 @@ def prove_residency(schedule: Schedule) -> Residency:
                 "grid yet"
             )
         result.findings += _together(launch, overlaps.at_once(beside), target)
-    if any(launch.cluster > 2 and launch.spins for launch in known):
+    if any(launch.cluster > 2 and launch.name in spinning for launch in known):
         result.assumptions.append(
             "clusters of more than two CTAs find whole places on all SMs that are free"
         )
@@ -158,6 +165,22 @@ class _Overlaps:
         others = range(len(self.launches))
         return [self.launches[i] for i in others if i != mine and not self._ordered(i, mine)]
 
+    def exchanges_in_turn(self) -> bool:
+        """Whether launches that publish or poll follow one another, publishers first."""
+        sent: set[tuple[str, int]] = set()
+        last: int | None = None
+        for index, launch in enumerate(self.launches):
+            if not _kinds(launch) & {"publish", "poll"}:
+                continue
+            if last is not None and not self.before[index] >> last & 1:
+                return False
+            polled = {(a.target, a.use) for a in launch.program if a.kind == "poll"}
+            if not polled <= sent:
+                return False
+            sent |= {(a.target, a.use) for a in launch.program if a.kind == "publish"}
+            last = index
+        return True
+
     def at_once(self, launches: list[ScheduledLaunch]) -> list[ScheduledLaunch]:
         """The most of them that can hold SMs together: of those that follow one another, the
         largest."""
@@ -173,6 +196,10 @@ class _Overlaps:
 
     def _ordered(self, a: int, b: int) -> bool:
         return bool(self.before[a] >> b & 1 or self.before[b] >> a & 1)
+
+
+def _kinds(launch: ScheduledLaunch) -> set[str]:
+    return {action.kind for action in launch.program}
 
 
 def _kib(size: int) -> str:

@@ -55,7 +55,7 @@ def link_outside(bundle: Path) -> None:
     [
         (gone, ["is no bundle"]),
         (no_json, ["manifest.json", "not JSON"]),
-        (edited(version=2), ["version 2", "compile again"]),
+        (edited(version=9), ["version 9", "compile again"]),
         (edited(format="zip"), ["not the manifest of a k3fuse bundle"]),
         (edited(files={"../secret": "0"}), ["'../secret'", "outside the bundle"]),
         (edited(buckets=[]), ["no bucket"]),

@@ -18,7 +18,7 @@ from tests.cli.command import call_ok, refused
 from tests.cli.conftest import Compiled
 
 NAMES = [item.name for item in PIPELINE]
-TINY = ("compile", "kimi-k3-tiny", "--no-weights", "--tp", 4)
+TINY = ("compile", "kimi-k3-tiny", "--no-weights", "--no-kernels", "--tp", 4)
 
 
 def test_dump_dir(compiled: Compiled) -> None:
@@ -106,7 +106,8 @@ def test_bisect(k3: Path, tmp_path: Path, limit: int) -> None:
     """However many passes are kept, the bundle verifies and says the same tokens."""
     bundle = tmp_path / "bundle"
     call_ok(
-        *("compile", "kimi-k3", k3, "--tp", 2, "--bisect-limit", limit, "--no-check", "-o", bundle)
+        *("compile", "kimi-k3", k3, "--tp", 2, "--bisect-limit", limit, "--no-check"),
+        *("--no-kernels", "-o", bundle),
     )
     assert call_ok("verify", bundle, "--json").data["ok"]
     run = ("run", bundle, "--prompt-ids", "7,8", "--max-new-tokens", 3, "--json", "--executor")

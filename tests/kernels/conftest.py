@@ -1,29 +1,27 @@
-"""What the kernel tests share: the CuTe DSL where it is installed, and one cache a session."""
+"""What the kernel tests share: programs of real plans, the CuTe DSL where it is installed, and one
+cache a session."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from pathlib import Path
 
 import pytest
 
+from k3fuse.compiler import CompiledBucket, compile_bucket
 from k3fuse.kernels.build import Built, Request, build
-from k3fuse.kernels.spec import get_kernel
+from k3fuse.kernels.launch import configure
+from k3fuse.kernels.program import Program
+from k3fuse.lowering.launch_program import launch_programs
+from k3fuse.models.registry import builtin_config, family_of
+from k3fuse.options import CompileOptions
+from k3fuse.runtime.bundle import Bucket
 from k3fuse.target import get_target
 
 ARCHES = ("sm_90a", "sm_100a", "sm_103a")
-
-CASES: tuple[tuple[str, dict[str, int], dict[str, object]], ...] = (
-    ("projection", {"M": 1, "N": 3216, "K": 7168}, {}),
-    ("projection", {"M": 8, "N": 448, "K": 3584}, {"out": "f32", "trigger": "last_tile"}),
-    ("projection", {"M": 3, "N": 7168, "K": 768}, {}),
-    ("projection", {"M": 5, "N": 40, "K": 192}, {}),
-    ("projection", {"M": 2, "N": 40, "K": 7232}, {}),  # 226 steps on 16 warps: ragged
-    ("projection", {"M": 2, "N": 40, "K": 12288}, {}),  # tokens do not fit the registers
-    ("rms_norm", {"M": 1, "H": 7168}, {}),
-    ("slots_rms_norm", {"M": 3, "H": 7168, "T": 16}, {}),
-    ("slots_rms_norm", {"M": 3, "H": 264, "T": 3}, {}),
-)
+TINY = "kimi-k3-tiny"
+STEP, VERIFY, COMMIT = Bucket(3, 1, "step"), Bucket(3, 4, "step"), Bucket(3, 4, "commit")
 
 
 @pytest.fixture(scope="session")
@@ -33,11 +31,45 @@ def dsl() -> None:
         pytest.skip("needs nvidia-cutlass-dsl: pip install 'k3fuse[compile]'")
 
 
+@functools.cache
+def compiled_bucket(bucket: Bucket = STEP, tp: int = 2, name: str = TINY) -> CompiledBucket:
+    options = CompileOptions(
+        target="sm_90a",
+        tp=tp,
+        batches=(bucket.batch,),
+        verify_rows=bucket.rows_per_request if bucket.rows_per_request > 1 else 0,
+        max_context=128,
+        page_size=16,
+    )
+    model = family_of(name).build(builtin_config(name), "meta")
+    return compile_bucket(model, name, bucket, options)
+
+
+def programs(bucket: Bucket = STEP, tp: int = 2, name: str = TINY) -> dict[str, Program]:
+    """The distinct programs of a plan by the name of the first launch."""
+    made = compiled_bucket(bucket, tp, name)
+    first: dict[Program, str] = {}
+    for launch, program in launch_programs(made.graph, made.plan).items():
+        first.setdefault(program, launch)
+    return {launch: program for program, launch in first.items()}
+
+
+@functools.cache
+def samples() -> tuple[Program, ...]:
+    """One program of each chain of ops in a step, a verify step and a commit on two ranks."""
+    found: dict[str, Program] = {}
+    for bucket in (STEP, VERIFY, COMMIT):
+        for program in programs(bucket).values():
+            found.setdefault(program.label, program)
+    return tuple(found.values())
+
+
 def requests() -> list[Request]:
+    """All samples for the first architecture, every fourth for the others."""
     return [
-        Request(name, get_kernel(name).configure(shape, get_target(arch), **options), arch)
-        for arch in ARCHES
-        for name, shape, options in CASES
+        Request(configure(program, get_target(arch)), arch)
+        for number, arch in enumerate(ARCHES)
+        for program in (samples() if number == 0 else samples()[number::4])
     ]
 
 
@@ -48,5 +80,5 @@ def cache_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def built(dsl: None, cache_path: Path) -> Built:
-    """Every case for every architecture."""
+    """Every request, compiled once a session."""
     return build(requests(), folder=cache_path)

@@ -11,7 +11,8 @@ import typer
 from typer.testing import CliRunner
 
 from k3fuse.cli import kernel as command
-from k3fuse.errors import InputError
+from k3fuse.errors import InputError, RefusedError
+from k3fuse.kernels.examples import EXAMPLES
 
 
 @pytest.fixture
@@ -37,22 +38,41 @@ def test_a_kernel_is_compiled_once_and_described(app: typer.Typer) -> None:
     assert (first["cached"], second["cached"]) == (False, True)
     assert first["launch"] == second["launch"]
     assert first["launch"]["arch"] == "sm_103a"
-    assert first["bytes_moved"] == 264 * 2 + 2 * 2 * 264 * 2
+    assert [stage["kind"] for stage in first["stages"]] == ["row"]
     assert "registers, stack" in call(app, "rms_norm", "--shape", "2,264", "--target", "gb300")
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("dsl")
+def test_a_launch_of_a_plan(app: typer.Typer) -> None:
+    arguments = ("--model", "kimi-k3-tiny", "--tp", "2", "--launch", "embed_tokens", "--json")
+    found = json.loads(call(app, *arguments))
+    assert found["ops"] == "embedding.push_partial"
+    assert "rank" in [parameter["name"] for parameter in found["launch"]["params"]]
+    with pytest.raises(InputError, match="no launch 'embed_token'; near: embed_tokens"):
+        call(app, "--model", "kimi-k3-tiny", "--launch", "embed_token")
+
+
 @pytest.mark.parametrize(
-    ("arguments", "reason"),
+    ("arguments", "error", "reason"),
     [
-        (("projection", "--shape", "1,3216"), "projection takes M,N,K"),
-        (("projection", "--shape", "1,a,64"), "projection takes M,N,K"),
-        (("projection", "--shape", "9,3216,7168"), "M=9: holds 1 to 8 tokens"),
-        (("nope", "--shape", "1"), "unknown kernel 'nope'"),
-        (("rms_norm", "--shape", "1,64", "--target", "h100"), "unknown target"),
+        (("linear", "--shape", "1,3216"), InputError, "linear takes M,N,K"),
+        (("linear", "--shape", "1,a,64"), InputError, "linear takes M,N,K"),
+        (
+            ("rms_norm", "--shape", "1,999983"),
+            RefusedError,
+            "no kernel does rms_norm 1,999983: rows",
+        ),
+        (("nope", "--shape", "1"), InputError, "unknown example 'nope'"),
+        (("rms_norm", "--shape", "1,64", "--target", "h100"), InputError, "unknown target"),
+        ((), InputError, "name one"),
+        (("linear", "--model", "kimi-k3-tiny"), InputError, "name one"),
     ],
 )
-def test_wrong_use_is_named(app: typer.Typer, arguments: tuple[str, ...], reason: str) -> None:
-    with pytest.raises(InputError, match=reason):
+def test_wrong_use_is_named(
+    app: typer.Typer, arguments: tuple[str, ...], error: type[Exception], reason: str
+) -> None:
+    with pytest.raises(error, match=reason):
         call(app, *arguments)
 
 
@@ -65,9 +85,7 @@ def test_run_needs_a_gpu(app: typer.Typer) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("dsl")
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [("projection", "3,3216,7168"), ("rms_norm", "2,7168"), ("slots_rms_norm", "2,7168,16")],
-)
-def test_run_on_a_gpu(app: typer.Typer, name: str, shape: str) -> None:
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_run_on_a_gpu(app: typer.Typer, name: str) -> None:
+    shape = ",".join(map(str, EXAMPLES[name].one))
     assert json.loads(call(app, name, "--shape", shape, "--run", "--json"))["run"]["ok"]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -20,11 +21,24 @@ from k3fuse.runtime.bundle import (
     BucketContents,
     CheckpointRef,
     Contents,
+    KernelFiles,
     PassRecord,
     RefusalRecord,
     cache_key,
     read_bundle,
     write_bundle,
+)
+from k3fuse.runtime.launcher import read_manifest
+from k3fuse.runtime.selection import (
+    Argument,
+    KernelManifest,
+    KernelMemory,
+    KernelParameter,
+    KernelRecord,
+    KernelStage,
+    LaunchKernel,
+    Resources,
+    Selection,
 )
 from k3fuse.target import get_target
 from tests.lowering.compiled import compiled
@@ -53,6 +67,65 @@ def contents() -> Contents:
         refusals=[RefusalRecord("step_b1_q1", "fuse-comm", "model.x/linear", "why", "%x")],
         passes=[PassRecord("step_b1_q1", "fuse-comm", 3)],
     )
+
+
+CUBIN = b"\x7fELF\x00\xff not text"
+
+
+def with_kernels() -> Contents:
+    """The first launch of the step has a kernel, the others have none."""
+    given = contents()
+    step = given.buckets[0]
+    record = KernelRecord(
+        name="first_0123",
+        arch="sm_103a",
+        symbol="first_0123_0",
+        cubin="first_0123.cubin",
+        sha256=hashlib.sha256(CUBIN).hexdigest(),
+        params=(KernelParameter("v0", "u64", "weight"),),
+        grid=(8, 1, 1),
+        block=(128, 1, 1),
+        cluster=(2, 1, 1),
+        smem=1024,
+        pdl=True,
+        registers=32,
+        stack=0,
+        code=2048,
+        scratch=0,
+        barriers=1,
+        spins=True,
+        stages=(KernelStage("linear", ("linear", "add"), 0, False),),
+        audited=True,
+    )
+    argument = Argument("v0", "memory", step.plan.weights[0].value, step.plan.weights[0].value)
+    first = step.plan.launches[0]
+    buckets = [
+        replace(
+            item,
+            selection=Selection(
+                target="gb300",
+                plan_hash=item.plan.hash(),
+                launches=tuple(
+                    LaunchKernel(first.name, record.name, "", 0, (argument,))
+                    if item is step and launch is first
+                    else LaunchKernel(launch.name, reason="no family")
+                    for launch in item.plan.launches
+                ),
+                memory=KernelMemory((("main", 256),), 1, step=False, peer_tables=()),
+            ),
+        )
+        for item in given.buckets
+    ]
+    manifest = KernelManifest("a compiler", (record,))
+    files = KernelFiles(manifest, {"first_0123.cubin": CUBIN})
+    return replace(given, buckets=buckets, kernels=files)
+
+
+@pytest.fixture
+def kernel_dir(tmp_path: Path) -> Path:
+    directory = tmp_path / "bundle"
+    write_bundle(directory, with_kernels())
+    return directory
 
 
 @pytest.fixture
@@ -155,6 +228,50 @@ def test_two_buckets_of_one_name_are_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_kernels_are_read_back(kernel_dir: Path) -> None:
+    given, bundle = with_kernels(), read_bundle(kernel_dir)
+    assert given.kernels is not None
+    assert bundle.kernels() == given.kernels.manifest
+    for item in given.buckets:
+        assert bundle.selection(item.bucket) == item.selection
+    first = given.buckets[0].plan.launches[0].name
+    assert bundle.resources(STEP) == {first: Resources(8, 2, 128, 1024, spins=True)}
+    assert bundle.resources(COMMIT) == {}
+    assert (bundle.kernel_folder / "first_0123.cubin").read_bytes() == CUBIN
+    assert read_manifest(bundle.kernel_folder)["first_0123"]["symbol"] == "first_0123_0"
+    assert set(files_of(kernel_dir)) - {p for p in files_of(kernel_dir) if "kernels/" not in p} == {
+        "kernels/manifest.json",
+        "kernels/first_0123.cubin",
+    }
+    before = files_of(kernel_dir)
+    write_bundle(kernel_dir, with_kernels())
+    assert files_of(kernel_dir) == before
+
+
+def test_a_bundle_without_kernels(bundle_dir: Path) -> None:
+    bundle = read_bundle(bundle_dir)
+    assert (bundle.has_kernels, bundle.kernels(), bundle.selection(STEP)) == (False, None, None)
+    assert bundle.resources(STEP) == {}
+
+
+@pytest.mark.parametrize("name", ["kernels/first_0123.cubin", "selections/step_b1_q1.json"])
+def test_a_changed_kernel_is_named(kernel_dir: Path, name: str) -> None:
+    (kernel_dir / name).write_bytes(b"other")
+    with pytest.raises(InputError, match=rf"{name}: its SHA-256"):
+        read_bundle(kernel_dir)
+
+
+def test_a_selection_of_another_plan_is_refused(tmp_path: Path) -> None:
+    given = with_kernels()
+    step, commit = given.buckets
+    assert step.selection is not None
+    other = replace(step.selection, plan_hash="0" * 64)
+    write_bundle(tmp_path / "b", replace(given, buckets=[replace(step, selection=other), commit]))
+    bundle = read_bundle(tmp_path / "b")
+    with pytest.raises(InputError, match=r"step_b1_q1\.json: .*another plan: compile again"):
+        bundle.selection(STEP)
+
+
 NAMES = [
     "recipe.ir",
     "plans/step_b1_q1.json",
@@ -192,7 +309,7 @@ Change = Callable[[dict[str, Any]], object]
 
 
 CHANGES: list[tuple[Change, str]] = [
-    (lambda m: m.update(version=0), "bundle version 0, this k3fuse reads 1: compile again"),
+    (lambda m: m.update(version=0), "bundle version 0, this k3fuse reads 2: compile again"),
     (lambda m: m.update(format="zip"), "not the manifest of a k3fuse bundle"),
     (lambda m: m.pop("tp"), "tp: Field required"),
     (lambda m: m.update(tp="2"), "tp: Input should be a valid integer"),

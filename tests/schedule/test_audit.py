@@ -293,7 +293,60 @@ def test_shared_memory_and_trigger() -> None:
     assert kinds(8192, 8200) == ["shared memory"]
     assert kinds(0, 0) == ["shared memory"]
     assert kinds(8200, 8200, trigger=False) == []
+    unused = ptx_of("projection", "sm_90a")
+    for declared, found in ((1024, []), (0, ["shared memory"])):
+        given = audit_kernel(
+            unused, "projection_0", WXY, pdl=True, declared_smem=declared, dynamic_smem=1024
+        )
+        assert [f.kind for f in given] == found
     assert kinds(8200, 8200, trigger=True) == ["trigger"]
+
+
+def test_weights_are_not_written() -> None:
+    (found,) = early("", late="st.global.b32 [%rd1], %r99;")
+    assert found.kind == "write to weight"
+    assert "parameter 0 (weight w)" in found.message
+
+
+POLL = """
+.visible .entry k(
+.param .u64 .ptr .global .align 16 k_param_0
+)
+{
+griddepcontrol.wait;
+ld.param.b64 %rd1, [k_param_0];
+ld.volatile.global.b32 %r1, [%rd1];
+$L:
+cvt.u16.u32 %rs1, %r1;
+setp.ne.b16 %p1, %rs1, LOW;
+setp.gt.s32 %p2, %r1, HIGH;
+and.pred %p3, %p1, %p2;
+@%p3 bra $E;
+ld.volatile.global.b32 %r1, [%rd1];
+bra.uni $L;
+$E:
+ret;
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "stale"),
+    [
+        ("-32768", "-2147418113", []),  # neither half of the word is -0.0
+        ("7", "-2147418113", ["7"]),
+        ("-32768", "-2147418112", ["-2147418112"]),
+        ("-32768", "7", ["7"]),
+        ("32768", "0x8000FFFF", []),
+    ],
+)
+def test_polls_of_half_words(low: str, high: str, stale: list[str]) -> None:
+    """As the compiler folds them; the first load stands above the loop."""
+    text = POLL.replace("LOW", low).replace("HIGH", high)
+    found = audit_kernel(text, "k", operands(("box", "mailbox")), pdl=True, declared_smem=0)
+    assert [f.kind for f in found] == ["stale flag"] * len(stale)
+    for finding, value in zip(found, stale, strict=True):
+        assert f"with {value}, which is no sentinel" in finding.message
 
 
 def test_operand_table_must_cover_the_pointers() -> None:
@@ -319,12 +372,14 @@ STRUCT_OPERANDS = (
 LOAD = "ld.param.v2.b64 {%rd1, %rd2}, [k_param_0]; ld.param.b64 %rd3, [k_param_0+16];"
 
 
-def early(code: str) -> list[Finding]:
-    """Findings on code that stands above the wait of a kernel with structs and a descriptor."""
+def early(code: str, late: str = "") -> list[Finding]:
+    """Findings on code that stands above the wait of a kernel with structs and a descriptor, or
+    below it."""
     text = (
         f".shared .align 8 .b8 s[64];\n.visible .entry k(\n{STRUCT[0]},\n{STRUCT[1]}\n)\n"
         f".reqntid 64, 1, 1\n{{\n.local .align 8 .b8 __local_depot0[8];\n{LOAD}\n{code}\n"
-        "griddepcontrol.wait;\nld.global.b32 %r99, [%rd2];\nst.shared.b32 [s], %r99;\nret;\n}\n"
+        f"griddepcontrol.wait;\nld.global.b32 %r99, [%rd2];\nst.shared.b32 [s], %r99;\n{late}\n"
+        "ret;\n}\n"
     )
     return audit_kernel(text, "k", STRUCT_OPERANDS, pdl=True, declared_smem=64)
 

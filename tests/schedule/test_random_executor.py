@@ -14,6 +14,7 @@ from k3fuse.errors import InputError
 from k3fuse.ir import Graph
 from k3fuse.ir.interpreter import Ranks
 from k3fuse.lowering.recipe import weight_recipe
+from k3fuse.lowering.select import Kernels, select
 from k3fuse.models.kimi import KimiModel, StepInputs
 from k3fuse.models.kimi_builtin import BUILTIN_CONFIGS
 from k3fuse.options import CompileOptions
@@ -25,6 +26,7 @@ from k3fuse.runtime.reference import Program, ReferenceExecutor
 from k3fuse.runtime.weights import evaluate_recipe
 from k3fuse.schedule.from_plan import schedule_of
 from k3fuse.schedule.model import Action, Schedule, ScheduledLaunch
+from k3fuse.target import get_target
 from tests.runtime.conftest import tiny_model
 
 STEPS = 5
@@ -89,6 +91,17 @@ def changed(schedule: Schedule, launch: ScheduledLaunch, **fields: object) -> Sc
 def test_every_order_gives_the_numbers_of_the_reference(name: str, tp: int, orders: int) -> None:
     one = case(name, tp)
     assert failures(one, one.schedule, orders) == []
+
+
+@pytest.mark.parametrize("name", ["kimi-k3-tiny", "kimi-linear-tiny"])
+def test_with_the_grids_of_the_kernels(name: str) -> None:
+    """Side launches take SMs from grids that spin, and nothing is ever stuck."""
+    one = case(name, 2)
+    kernels = Kernels(get_target("gb300"))
+    resources = kernels.resources(select(one.graph, one.plan, kernels))
+    schedule = schedule_of(one.plan, resources)
+    assert any(launch.spins and launch.grid > 1 for launch in schedule.launches)
+    assert failures(one, schedule, 10) == []
 
 
 @pytest.mark.slow

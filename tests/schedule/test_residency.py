@@ -109,6 +109,43 @@ def test_one_launch(fields: str, message: str) -> None:
     assert message in found
 
 
+EXCHANGES = """
+  mailbox box {stages=3, rearm=2, uses=1}
+  launch send on main {grid=132}
+    publish box use 0
+  launch read on main after pdl:send {grid=140}
+    wait
+    poll box use 0
+  launch side on aux after event:send {grid=8}
+  launch end on main after pdl:read event:side {grid=1}
+"""
+
+
+def test_a_launch_that_only_waits_for_peers() -> None:
+    """Its CTAs may come one by one, as long as what they wait for was sent by launches before."""
+    assert messages(EXCHANGES) == []
+    spins = EXCHANGES.replace("{grid=140}", "{grid=140, spins=true}")
+    assert "@read spins and needs 140 SMs" in messages(spins)[0]
+    assert (
+        messages(EXCHANGES.replace("on main after pdl:send {", "on aux after event:send {")) == []
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("after pdl:send {grid=140}", "{grid=140}"),  # nothing orders it behind the sender
+        ("poll box use 0", "publish box use 0\n    poll box use 0"),  # peers wait for one another
+        ("    publish box use 0\n", ""),  # nobody in this step sends it
+    ],
+)
+def test_exchanges_out_of_turn(old: str, new: str) -> None:
+    text = EXCHANGES.replace(old, new)
+    if "publish box use 0\n    poll" in new:
+        text = text.replace("    publish box use 0\n  launch read", "  launch read")
+    assert "@read spins and needs 140 SMs" in messages(text)[0]
+
+
 def test_two_ctas_an_sm() -> None:
     assert messages("launch a on main {grid=264, ctas_per_sm=2, smem=115000, spins=true}") == []
     assert "needs 264 SMs" in messages("launch a on main {grid=264, spins=true}")[0]

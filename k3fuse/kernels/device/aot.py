@@ -4,47 +4,45 @@ import tempfile
 
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import AddressSpace
+from cutlass import AddressSpace, Int32
 from cutlass.cute.runtime import make_fake_stream, nullptr
 
 from k3fuse.errors import K3FuseError
 from k3fuse.kernels.cubin import resources
-from k3fuse.kernels.spec import CompiledKernel, Parameter
+from k3fuse.kernels.spec import CompiledKernel
+
+ALIGNMENT = 16  # bytes, of every pointer
 
 
-def compile_pointers(
-    body, params, *, name, arch, grid, block, smem, cluster=None
+def compile_entry(
+    body, params, element, *, name, arch, grid, block, smem, cluster=None
 ) -> CompiledKernel:
-    """Compile `body(pointers)` for a launch with PDL.
+    """Compile `body(pointers, numbers)` for a launch with PDL.
 
-    params: (name, access, element type, alignment in bytes) of each device pointer.
+    params: pointers ("u64") to `element` first, then numbers ("i32").
     """
-
-    @cute.kernel
-    def entry(p: list[cute.Pointer]):
-        body(p)
-
-    entry.set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)
+    pointers = [p for p in params if p.kind == "u64"]
+    numbers = [p for p in params if p.kind == "i32"]
+    if [*pointers, *numbers] != list(params):
+        raise K3FuseError(f"{name}: pointers come before numbers")
     shape = [1, 1, 1] if cluster is None else list(cluster)
 
-    @cute.jit
-    def host(p: list[cute.Pointer], stream: CUstream):
-        entry(p).launch(
-            grid=shape,
-            block=[block, 1, 1],
-            smem=smem,
-            cluster=None if cluster is None else shape,
-            stream=stream,
-            use_pdl=True,
-        )
-
-    pointers = [
-        nullptr(dtype, AddressSpace.gmem, assumed_align=align) for _, _, dtype, align in params
-    ]
+    launch = {
+        "grid": shape,
+        "block": [block, 1, 1],
+        "smem": smem,
+        "cluster": None if cluster is None else shape,
+        "use_pdl": True,
+    }
+    # The DSL takes no empty list as an argument.
+    make = _with_numbers if numbers else _without_numbers
+    host = make(body, name, launch)
+    fakes = [nullptr(element, AddressSpace.gmem, assumed_align=ALIGNMENT) for _ in pointers]
     with tempfile.TemporaryDirectory() as folder:
         compiled = cute.compile(
             host,
-            pointers,
+            fakes,
+            *([[Int32(0) for _ in numbers]] if numbers else []),
             make_fake_stream(),
             no_jit_engine=True,
             options=f"--gpu-arch {arch} --keep-cubin --keep-ptx --dump-dir {folder}",
@@ -61,7 +59,7 @@ def compile_pointers(
         symbol=symbol,
         cubin=cubin,
         ptx=ptx,
-        params=tuple(Parameter(n, "u64", access) for n, access, _, _ in params),
+        params=tuple(params),
         grid=grid,
         block=(block, 1, 1),
         cluster=cluster,
@@ -71,3 +69,31 @@ def compile_pointers(
         stack=used.stack,
         code=used.code,
     )
+
+
+def _with_numbers(body, name, launch):
+    @cute.kernel
+    def entry(p: list[cute.Pointer], n: list[Int32]):
+        body(p, n)
+
+    entry.set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)
+
+    @cute.jit
+    def host(p: list[cute.Pointer], n: list[Int32], stream: CUstream):
+        entry(p, n).launch(stream=stream, **launch)
+
+    return host
+
+
+def _without_numbers(body, name, launch):
+    @cute.kernel
+    def entry(p: list[cute.Pointer]):
+        body(p)
+
+    entry.set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)
+
+    @cute.jit
+    def host(p: list[cute.Pointer], stream: CUstream):
+        entry(p).launch(stream=stream, **launch)
+
+    return host

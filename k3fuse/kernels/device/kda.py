@@ -1,0 +1,586 @@
+"""Stages of Kimi delta attention: the delta rule, conv windows, journals, the gated head norm.
+
+Sums and products that could be contracted in two ways are written as the instruction that is meant:
+a row has the same bits in a step, a verify and a commit, whatever code stands around it.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
+
+from k3fuse.kernels.device import instructions as ins
+from k3fuse.kernels.device.context import unpack
+from k3fuse.kernels.device.pointwise import LOG2_E, sigmoid, silu
+from k3fuse.kernels.kda import LANES, PIECE
+from k3fuse.kernels.program import ITEMSIZE
+
+LN_2 = 0.6931471805599453
+L2_EPS = 1e-6
+LINE = 128  # bytes of the L2
+PAST = 3  # inputs that a conv window keeps
+Q, K, V, F = range(4)  # what a warp prepares
+
+
+def make(ctx, number):
+    """By kind of stage."""
+    kinds = {
+        "kda_fetch": make_fetch_states,
+        "kda": make_rule,
+        "commit": make_rule,
+        "kda_window": make_windows,
+        "kda_journal": make_journal,
+        "head_norm": make_head_norm,
+    }
+    return kinds[ctx.config.stages[number].kind](ctx, number)
+
+
+def fma(a, b, c):
+    """a b + c, rounded once."""
+    return ins.asm(
+        "fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};",
+        write_only_types=[Float32],
+        read_only_args=[a, b, c],
+    )
+
+
+def mul(a, b):
+    """a b, never part of an fma."""
+    return ins.asm(
+        "mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
+    )
+
+
+def dot(a, b):
+    """Sum of products in order."""
+    total = mul(a[0], b[0])
+    for x, y in zip(a[1:], b[1:], strict=True):
+        total = fma(x, y, total)
+    return total
+
+
+def softplus(x):
+    """log(1 + exp(x)); where exp(x) is small, its series."""
+    e = cute.arch.exp2(-cute.math.absf(x) * Float32(LOG2_E))
+    near = mul(cute.math.log2(Float32(1.0) + e, fastmath=True), Float32(LN_2))
+    far = mul(e, fma(e, fma(e, Float32(1.0 / 3.0), Float32(-0.5)), Float32(1.0)))
+    return cutlass.select_(e < Float32(1.0 / 64.0), far, near) + cute.arch.fmax(x, Float32(0.0))
+
+
+class Inputs:
+    """Where the operands of a kda_step, kda_verify or kda_commit are, and their rows."""
+
+    def __init__(self, ctx, step):
+        self.ctx = ctx
+        self.commit = step.op == "kda_commit"
+        given = step.operands
+        if self.commit:
+            self.rows_of, given = given[:3], given[3:]
+        else:
+            self.rows_of, given = given[:5], given[5:]
+        self.convs, self.a_log, self.dt_bias = given[:3], given[3], given[4]
+        self.conv_state, self.recurrent, self.slots = given[5:8]
+        self.accepted = given[8] if self.commit else None
+        self.journals = given[8:11] if step.op == "kda_verify" else ()
+        self.heads, self.head_dim = ctx.held(self.recurrent).shape[1:3]
+        self.channels = self.heads * self.head_dim
+        self.rows = (
+            ctx.held(self.rows_of[0]).shape[1]
+            if self.commit
+            else step.attribute("rows_per_request")
+        )
+
+    def row(self, kind, request, slot, row):
+        """Address of a row of q, k or v (kind a run-time number), or of f (kind F itself)."""
+        ctx, width = self.ctx, self.channels * 2
+        if self.commit:
+            at = Int64(slot) * self.rows + row
+            if isinstance(kind, int):
+                return ctx.address(self.rows_of[1]) + at * width
+            return ctx.address(self.rows_of[0]) + (at * 3 + kind) * width
+        at = Int64((request * self.rows + row) * width)
+        if isinstance(kind, int):
+            return ctx.address(self.rows_of[3]) + at
+        return chosen(kind, [ctx.address(v) for v in self.rows_of[:3]]) + at
+
+    def beta_input(self, request, slot, row, head):
+        """Address of an element of b."""
+        if self.commit:
+            at = (Int64(slot) * self.rows + row) * self.heads + head
+            return self.ctx.address(self.rows_of[2]) + at * 2
+        at = (request * self.rows + row) * self.heads + head
+        return self.ctx.address(self.rows_of[4]) + at * 2
+
+    def window(self, kind, slot, channel):
+        """Address of the past inputs of a channel."""
+        at = (Int64(slot) * 3 + kind) * self.channels + channel
+        return self.ctx.address(self.conv_state) + at * (2 * PAST)
+
+    def taps(self, kind, channel, width):
+        """The four weights of `width` neighbouring channels, one list a channel."""
+        dtype = self.ctx.held(self.convs[0]).dtype
+        size = 4 * ITEMSIZE[dtype]
+        at = chosen(kind, [self.ctx.address(v) for v in self.convs]) + Int64(channel * size)
+        found = []
+        for i in range(width):
+            words = ins.load_words(at + i * size, size, "global.L1::no_allocate")
+            found.append(unpack(words, dtype, 4))
+        return found
+
+    def weight(self, value, column, width):
+        """Elements of a vector of weights."""
+        return read_weight(self.ctx, value, column, width)
+
+    def convolve(self, kind, request, slot, row, channel, width):
+        """SiLU of the short convolution of `width` neighbouring channels at a row."""
+        taps = self.taps(kind, channel, width)
+        past = []
+        at = self.window(kind, slot, channel)
+        for i in range(PAST):
+            words = ins.load_words(at + i * 2 * width, 2 * width)
+            past += unpack(words, "bf16", width)
+        inputs = []
+        for j in range(PAST + 1):
+            # Taps before the request's first row are in the window; they load row 0 and drop it.
+            t = Int32(0) if self.rows == 1 else cutlass.max(row + (j - PAST), Int32(0))
+            if self.rows > 1 or j == PAST:
+                at = self.row(kind, request, slot, t) + Int64(channel * 2)
+                inputs.append(unpack(ins.load_words(at, 2 * width), "bf16", width))
+            else:
+                inputs.append(None)
+        out = []
+        for i in range(width):
+            old = past[i * PAST : i * PAST + PAST]
+            x = []
+            for j in range(PAST + 1):
+                value = old[j] if inputs[j] is None else inputs[j][i]
+                if inputs[j] is not None:
+                    for r in range(PAST - j):
+                        value = cutlass.select_(row == r, old[j + r], value)
+                x.append(value)
+            out.append(silu(dot(x, taps[i])))
+        return out
+
+
+def chosen(kind, addresses):
+    """One of three addresses."""
+    q, k, v = (Int64(a.toint()) for a in addresses)
+    return Int64(cutlass.select_(kind == Q, q, cutlass.select_(kind == K, k, v)))
+
+
+def read_weight(ctx, value, column, width):
+    """Elements of a vector of weights as float32."""
+    dtype = ctx.held(value).dtype
+    size = ITEMSIZE[dtype]
+    at = ctx.address(value) + column * size
+    return unpack(ins.load_words(at, width * size, "global.L1::no_allocate"), dtype, width)
+
+
+def make_fetch(ctx, values):
+    """Weights into the L2, a line a thread: they are cold, and asked for late."""
+
+    @cute.jit
+    def fetch():
+        first = ctx.cta * ctx.threads + ctx.thread
+        for value in values:
+            for line in cutlass.range(
+                first, -(-ctx.held(value).bytes // 128), ctx.ctas * ctx.threads, unroll=1
+            ):
+                ins.asm(
+                    "prefetch.global.L2 [{$r0}];",
+                    read_only_args=[ctx.address(value) + line * 128],
+                )
+
+    return fetch
+
+
+def make_fetch_states(ctx, number):
+    """S and the windows of live requests into the L2: pieces spread over the CTAs first."""
+    o = ctx.config.plans[number].options
+    inputs = Inputs(ctx, ctx.program.steps[ctx.config.stages[number].steps[0]])
+
+    @cute.jit
+    def fetch(value: cutlass.Constexpr, pieces: cutlass.Constexpr):
+        held = ctx.held(value)
+        size = held.width * ITEMSIZE[held.dtype]  # of a slot
+        slots = cute.recast_ptr(ctx.address(inputs.slots), dtype=Int32)
+        first = ctx.thread * ctx.ctas + ctx.cta
+        for unit in cutlass.range(first, o.requests * pieces, ctx.ctas * ctx.threads, unroll=1):
+            request = unit // pieces
+            slot = Int32(cute.arch.load(slots + request, Int32, cop="cg"))
+            if slot >= 0:
+                at = (unit - request * pieces) * PIECE
+                base = ctx.address(value) + Int64(slot) * size
+                for line in cutlass.range(at, cutlass.min(at + PIECE, Int32(size)), LINE, unroll=1):
+                    ins.asm("prefetch.global.L2 [{$r0}];", read_only_args=[base + line])
+
+    @cute.jit
+    def run():
+        fetch(inputs.conv_state, o.window_pieces)
+        if const_expr(o.state_pieces > 0):
+            fetch(inputs.recurrent, o.state_pieces)
+
+    return None, run
+
+
+def make_rule(ctx, number):
+    """Items in turn. Lanes part, part + 8, .. of a warp hold a value row: pieces of 4 columns."""
+    config = ctx.config
+    o = config.plans[number].options
+    step = ctx.program.steps[config.stages[number].steps[0]]
+    inputs = Inputs(ctx, step)
+    commit = inputs.commit
+    keeps = step.op != "kda_verify"
+    out = None if commit else step.results[0]
+    dim, heads = o.head_dim, o.heads
+    width = dim // 32  # channels of a lane where a warp holds a head; pieces of a lane's value row
+    slices = dim // o.slice
+    per = o.slice * LANES // o.threads  # value rows of a lane
+    first_kind = K if commit else Q  # a commit has no use for q
+    kinds = F + 1 - first_kind
+    k_at, a_at, v_at, beta_at = dim * 4, dim * 8, dim * 12, dim * 12 + o.slice * 4
+    table = config.stage_smem[number]
+    boards = table + o.table_bytes
+    several = o.items > ctx.ctas
+
+    def place_of(item):
+        """Request, head, first value row."""
+        pair = item // slices
+        request = pair // heads
+        return request, pair - request * heads, (item - pair * slices) * o.slice
+
+    def entry_of(request):
+        """Slot, and rows to run: 0 for a request that must not be touched."""
+        slot, rows = ins.load_words(ctx.shared + table + request * 8, 8, "shared")
+        return Int32(slot), Int32(rows)
+
+    def state_at(slot, head, first):
+        """First byte of the lane's value rows."""
+        row = first + ctx.thread // LANES * per
+        at = (Int64(slot) * heads + head) * (dim * dim * 4)
+        return at + Int64(row * (dim * 4) + ctx.thread % LANES * 16)
+
+    def ask(item):
+        """The lane's part of S; zeros, and no access, where there is none."""
+        request, head, first = place_of(cutlass.min(item, Int32(o.items - 1)))
+        slot, rows = entry_of(request)
+        live = (item < o.items) & (rows > 0) & (ctx.thread < o.threads)
+        base = ctx.address(inputs.recurrent) + state_at(slot, head, first)
+        found = []
+        for u in range(per):
+            for p in range(width):
+                words = ins.load_global16(base + (u * dim * 4 + p * 128), Int32(live))
+                found += [ins.as_float(word) for word in words]
+        return found
+
+    def prepare_channels(board, kind, request, slot, row, head, first):
+        """Convolution of q, k or v, and the L2 norm of q and k."""
+        values = kind == V
+        at = ctx.lane * width
+        column = Int32(cutlass.select_(values, at % o.slice, at))
+        channel = head * dim + column + Int32(cutlass.select_(values, first, Int32(0)))
+        y = inputs.convolve(kind, request, slot, row, channel, width)
+        square = cute.arch.warp_reduction_sum(dot(y, y))
+        scale = cute.math.rsqrt(square + Float32(L2_EPS))
+        if not commit:
+            scale = cutlass.select_(kind == Q, mul(scale, Float32(dim**-0.5)), scale)
+        scale = Float32(cutlass.select_(values, Float32(1.0), scale))
+        part = Int32(cutlass.select_(values, Int32(v_at), kind * (dim * 4)))
+        words = [ins.as_word(mul(value, scale)) for value in y]
+        ins.store_words(board + part + column * 4, words, width * 4, "shared")
+
+    def prepare_decay(board, request, slot, row, head):
+        """exp of the log decay, and beta."""
+        column = ctx.lane * width
+        channel = head * dim + column
+        at = inputs.row(F, request, slot, row) + Int64(channel * 2)
+        f = unpack(ins.load_words(at, 2 * width), "bf16", width)
+        b = ins.load_words(inputs.beta_input(request, slot, row, head), 2)
+        bias = inputs.weight(inputs.dt_bias, channel, width)
+        (a_log,) = inputs.weight(inputs.a_log, head, 1)
+        rate = cute.arch.exp2(a_log * Float32(LOG2_E))
+        decays = []
+        for x, y in zip(f, bias, strict=True):
+            logit = x + y
+            if o.lower_bound is None:
+                power = mul(mul(rate, softplus(logit)), Float32(-LOG2_E))
+            else:
+                power = mul(sigmoid(mul(rate, logit)), Float32(o.lower_bound * LOG2_E))
+            decays.append(cute.arch.exp2(power))
+        words = [ins.as_word(value) for value in decays]
+        ins.store_words(board + a_at + column * 4, words, width * 4, "shared")
+        (beta,) = unpack(b, "bf16", 2)[:1]
+        ins.store_words(board + beta_at, [ins.as_word(sigmoid(beta))], 4, "shared", ctx.lane == 0)
+
+    @cute.jit
+    def prepare(board: Int32, request: Int32, slot: Int32, rows: Int32, head: Int32, first: Int32):
+        """q, k, decay, v and beta of all rows into shared memory, each by a warp."""
+        for task in cutlass.range(ctx.warp, rows * kinds, ctx.warps, unroll=1):
+            row = task // kinds
+            kind = task - row * kinds + first_kind
+            if kind == F:
+                prepare_decay(board + row * o.row_bytes, request, slot, row, head)
+            else:
+                prepare_channels(board + row * o.row_bytes, kind, request, slot, row, head, first)
+
+    def quad(address):
+        return [ins.as_float(word) for word in ins.load_shared16(address)]
+
+    def one_row(board, state, part, group):
+        """The delta rule: S and o of the lane's value rows."""
+        pieces = [board + part * 16 + p * 128 for p in range(width)]
+        keys, state = [quad(at + k_at) for at in pieces], list(state)
+        guesses = [[None] * 4 for _ in range(per)]
+        for p in range(width):
+            decay = quad(pieces[p] + a_at)
+            for u in range(per):
+                for e in range(4):
+                    i = (u * width + p) * 4 + e
+                    state[i] = mul(state[i], decay[e])
+                    guesses[u][e] = add_to(guesses[u][e], state[i], keys[p][e])
+        beta = ins.load_shared_float(board + beta_at)
+        deltas = []
+        for u in range(per):
+            v = ins.load_shared_float(board + v_at + (group * per + u) * 4)
+            deltas.append(beta * (v - over_lanes(guesses[u])))
+        sums = [[None] * 4 for _ in range(per)]
+        for p in range(width):
+            query = None if commit else quad(pieces[p])
+            for u in range(per):
+                for e in range(4):
+                    i = (u * width + p) * 4 + e
+                    state[i] = fma(deltas[u], keys[p][e], state[i])
+                    if not commit:
+                        sums[u][e] = add_to(sums[u][e], state[i], query[e])
+        return state, [] if commit else [over_lanes(s) for s in sums]
+
+    def add_to(total, a, b):
+        return mul(a, b) if total is None else fma(a, b, total)
+
+    def over_lanes(four):
+        """Sum of a lane's four sums, then over the lanes of the value row."""
+        total = (four[0] + four[1]) + (four[2] + four[3])
+        return cute.arch.warp_reduction_sum(total, threads_in_group=LANES)
+
+    @cute.jit
+    def run_rows(board: Int32, state: list, request: Int32, rows: Int32, head: Int32, first: Int32):
+        """The rows of an item in order; S after them."""
+        part = ctx.thread % LANES
+        group = ctx.thread // LANES
+        for row in cutlass.range(rows, unroll=1):
+            state, found = one_row(board + row * o.row_bytes, state, part, group)
+            if const_expr(not commit):
+                column = head * dim + first + group * per
+                ctx.sink(out, request * o.rows + row, column, found, part == 0)
+        return state
+
+    @cute.jit
+    def no_rows(request: Int32, head: Int32, first: Int32):
+        """o of a padding request."""
+        column = head * dim + first + ctx.thread // LANES * per
+        mine = (ctx.thread % LANES == 0) & (ctx.thread < o.threads)
+        for row in cutlass.range(o.rows, unroll=1):
+            ctx.sink(out, request * o.rows + row, column, [Float32(0.0)] * per, mine)
+
+    def keep_state(slot, head, first, state):
+        """S back into its slot."""
+        base = ctx.address(inputs.recurrent) + state_at(slot, head, first)
+        for u in range(per):
+            for p in range(width):
+                i = (u * width + p) * 4
+                words = [ins.as_word(value) for value in state[i : i + 4]]
+                ins.store_words(base + (u * dim * 4 + p * 128), words, 16)
+
+    @cute.jit
+    def fill_table():
+        """Slots from memory, none below 0; rows to run, 0 for padding."""
+        slots = cute.recast_ptr(ctx.address(inputs.slots), dtype=Int32)
+        for i in cutlass.range(ctx.thread, o.requests, ctx.threads, unroll=1):
+            slot = Int32(cute.arch.load(slots + i, Int32, cop="cg"))
+            rows = Int32(o.rows)
+            if const_expr(commit):
+                accepted = cute.recast_ptr(ctx.address(inputs.accepted), dtype=Int32)
+                count = Int32(cute.arch.load(accepted + i, Int32, cop="cg"))
+                rows = cutlass.max(cutlass.min(count, rows), Int32(0))
+            rows = Int32(cutlass.select_(slot < 0, Int32(0), rows))
+            slot = cutlass.max(slot, Int32(0))
+            ins.store_words(ctx.shared + table + i * 8, [Uint32(slot), Uint32(rows)], 8, "shared")
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def replace_windows(request: Int32, slot: Int32, rows: Int32, head: Int32):
+        """Of one head, after all its warps have read them."""
+        units = 3 * dim // 4
+        for unit in cutlass.range(ctx.thread, units, ctx.threads, unroll=1):
+            kind = unit // (dim // 4)
+            channel = head * dim + (unit - kind * (dim // 4)) * 4
+            replace_window(inputs, kind, request, slot, rows, channel)
+
+    @cute.jit
+    def run():
+        fill_table()
+        board = ctx.shared + boards
+        other = board + o.board_bytes
+        state = [Float32(0.0)] * (4 * width * per)
+        if const_expr(several):
+            state = ask(ctx.cta)
+        for item in cutlass.range(ctx.cta, o.items, ctx.ctas, unroll=1):
+            request, head, first = place_of(item)
+            slot, rows = entry_of(request)
+            if const_expr(not several):
+                state = ask(item)
+            if rows > 0:
+                prepare(board, request, slot, rows, head, first)
+            following = state
+            if const_expr(several):
+                following = ask(item + ctx.ctas)
+            cute.arch.sync_threads()
+            if rows > 0:
+                if ctx.thread < o.threads:
+                    after = run_rows(board, state, request, rows, head, first)
+                    if const_expr(keeps):
+                        keep_state(slot, head, first, after)
+                if const_expr(commit):
+                    replace_windows(request, slot, rows, head)
+            else:
+                if const_expr(not commit):
+                    no_rows(request, head, first)
+            state = following
+            board, other = other, board
+
+    return make_fetch(ctx, [*inputs.convs, inputs.a_log, inputs.dt_bias]), run
+
+
+def replace_window(inputs, kind, request, slot, rows, channel):
+    """The last three inputs of four neighbouring channels after `rows` (at least 1) more rows."""
+    at = inputs.window(kind, slot, channel)
+    past = [word for i in range(PAST) for word in ins.load_words(at + i * 8, 8)]
+    newest = []
+    for h in range(PAST):
+        row = cutlass.max(rows + (h - PAST), Int32(0))
+        place = inputs.row(kind, request, slot, row) + Int64(channel * 2)
+        newest.append(ins.load_words(place, 8))
+    halves = []
+    for c in range(4):
+        old = [half_of(past, c * PAST + h) for h in range(PAST)]
+        new = [half_of(words, c) for words in newest]
+        oldest = cutlass.select_(rows == 2, old[2], old[1])
+        halves.append(Uint32(cutlass.select_(rows >= 3, new[0], oldest)))
+        halves.append(Uint32(cutlass.select_(rows >= 2, new[1], old[2])))
+        halves.append(new[2])
+    words = [halves[i] | (halves[i + 1] << Uint32(16)) for i in range(0, 4 * PAST, 2)]
+    for i in range(PAST):
+        ins.store_words(at + i * 8, words[2 * i : 2 * i + 2], 8)
+
+
+def half_of(words, index):
+    """A bfloat16 of packed words, as bits."""
+    word = words[index // 2]
+    return word >> Uint32(16) if index % 2 else word & Uint32(0xFFFF)
+
+
+def make_windows(ctx, number):
+    """The conv windows after a kda_step: the last three inputs of each channel of live requests.
+
+    The last CTAs come first: the head norm of the same level takes the first ones.
+    """
+    o = ctx.config.plans[number].options
+    step = ctx.program.steps[ctx.config.stages[number].steps[0]]
+    inputs = Inputs(ctx, step)
+    groups = o.heads * o.head_dim // 4
+
+    @cute.jit
+    def run():
+        slots = cute.recast_ptr(ctx.address(inputs.slots), dtype=Int32)
+        first = (ctx.ctas - 1 - ctx.cta) * ctx.threads + ctx.thread
+        for unit in cutlass.range(first, o.requests * 3 * groups, ctx.ctas * ctx.threads, unroll=1):
+            row = unit // groups
+            request = row // 3
+            slot = Int32(cute.arch.load(slots + request, Int32, cop="cg"))
+            if slot >= 0:
+                channel = (unit - row * groups) * 4
+                replace_window(inputs, row - request * 3, request, slot, Int32(o.rows), channel)
+
+    return None, run
+
+
+def make_journal(ctx, number):
+    """The rows of a kda_verify into the journals of live requests, from row 0; last CTAs first."""
+    o = ctx.config.plans[number].options
+    step = ctx.program.steps[ctx.config.stages[number].steps[0]]
+    inputs = Inputs(ctx, step)
+    qkv, f, b = inputs.journals
+    kept = ctx.held(qkv).shape[1]  # rows of a journal
+    channels = inputs.channels
+    vectors = channels // 8
+
+    def journal_row(slot, row):
+        return Int64(slot) * kept + row
+
+    @cute.jit
+    def copy_vector(slot: Int32, request: Int32, row: Int32, kind: Int32, column: Int32):
+        """Eight channels of q, k, v or f."""
+        there = journal_row(slot, row)
+        if kind == F:
+            source = inputs.row(F, request, slot, row) + Int64(column * 2)
+            words = ins.load_words(source, 16)
+            ins.store_words(ctx.address(f) + (there * channels + column) * 2, words, 16)
+        else:
+            source = inputs.row(kind, request, slot, row) + Int64(column * 2)
+            words = ins.load_words(source, 16)
+            target = ctx.address(qkv) + ((there * 3 + kind) * channels + column) * 2
+            ins.store_words(target, words, 16)
+
+    @cute.jit
+    def run():
+        slots = cute.recast_ptr(ctx.address(inputs.slots), dtype=Int32)
+        first = (ctx.ctas - 1 - ctx.cta) * ctx.threads + ctx.thread
+        stride = ctx.ctas * ctx.threads
+        for unit in cutlass.range(first, o.requests * o.rows * 4 * vectors, stride, unroll=1):
+            line = unit // vectors
+            row_of = line // 4
+            request = row_of // o.rows
+            slot = Int32(cute.arch.load(slots + request, Int32, cop="cg"))
+            if slot >= 0:
+                row = row_of - request * o.rows
+                copy_vector(slot, request, row, line - row_of * 4, (unit - line * vectors) * 8)
+        for unit in cutlass.range(first, o.requests * o.rows * o.heads, stride, unroll=1):
+            row_of = unit // o.heads
+            request = row_of // o.rows
+            slot = Int32(cute.arch.load(slots + request, Int32, cop="cg"))
+            if slot >= 0:
+                row, head = row_of - request * o.rows, unit - row_of * o.heads
+                words = ins.load_words(inputs.beta_input(request, slot, row, head), 2)
+                target = ctx.address(b) + (journal_row(slot, row) * o.heads + head) * 2
+                ins.store_words(target, words, 2)
+
+    return None, run
+
+
+def make_head_norm(ctx, number):
+    """gated_rms_norm: RMSNorm of a head of a row by a warp, times sigmoid of the gate."""
+    o = ctx.config.plans[number].options
+    step = ctx.program.steps[ctx.config.stages[number].steps[0]]
+    subject, gate, weight = step.operands
+    (result,) = step.results
+    width = o.head_dim // 32
+
+    def one(row, head):
+        inner = ctx.lane * width
+        column = head * o.head_dim + inner
+        x = ctx.load(subject, row, column, width)
+        g = ctx.load(gate, row, column, width)
+        w = read_weight(ctx, weight, inner, width)
+        square = cute.arch.warp_reduction_sum(dot(x, x))
+        mean = mul(square, Float32(1.0 / o.head_dim))
+        factor = cute.math.rsqrt(mean + Float32(o.eps))
+        found = [a * factor * s * sigmoid(z) for a, s, z in zip(x, w, g, strict=True)]
+        ctx.sink(result, row, column, found)
+
+    @cute.jit
+    def run():
+        first = ctx.warp * ctx.ctas + ctx.cta
+        for unit in cutlass.range(first, o.rows * o.heads, ctx.ctas * ctx.warps, unroll=1):
+            row = unit // o.heads
+            one(row, unit - row * o.heads)
+
+    return make_fetch(ctx, [weight]), run

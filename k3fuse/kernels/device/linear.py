@@ -1,0 +1,503 @@
+"""Device code of linear stages; see `k3fuse.kernels.linear` for what they do."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+
+from k3fuse.kernels.device import instructions as ins
+from k3fuse.kernels.device.pointwise import Pointwise, rounded
+from k3fuse.kernels.linear import STEP, STEP_BYTES, TILE
+
+
+def multiply_few(sums, step, x, w):
+    """One step of 32 columns for up to 8 tokens: adds to one of two pairs of accumulators.
+
+    The quad x serves both mma: the first multiplies words 0, 1 of its row g, the second words 2, 3
+    of its row g+8. The other halves of the sums are never read.
+    """
+    at = 8 * (step % 2)
+    low = ins.mma_bf16(sums[at : at + 4], x, w[0:2])
+    high = ins.mma_bf16(sums[at + 4 : at + 8], x, w[2:4])
+    return [*sums[:at], *low, *high, *sums[at + 8 :]]
+
+
+def quad(words):
+    """As an A operand: words 0, 1 in row g, words 2, 3 in row g+8."""
+    return [words[0], words[2], words[1], words[3]]
+
+
+def sums_of(sums):
+    """Token g times rows 2t and 2t+1."""
+    return (
+        (sums[0] + sums[6]) + (sums[8] + sums[14]),
+        (sums[1] + sums[7]) + (sums[9] + sums[15]),
+    )
+
+
+def multiply_many(sums, x, w):
+    """One step for a block of 16 tokens (x: words of rows g and g+8) and one tile."""
+    sums = ins.mma_bf16(sums, [x[0][0], x[1][0], x[0][1], x[1][1]], [w[0], w[1]])
+    return ins.mma_bf16(sums, [x[0][2], x[1][2], x[0][3], x[1][3]], [w[2], w[3]])
+
+
+STAGING = 15  # named barrier; the groups of warps take those from 1 on
+
+
+class Held:
+    """What the part above the wait hands to the stage."""
+
+
+def make(ctx, number):
+    """Tiles in turn over the groups of all CTAs."""
+    config, program = ctx.config, ctx.program
+    o = config.plans[number].options
+    base_offset = config.stage_smem[number]
+    private = config.private_offset(o.x)
+    work = Pointwise(ctx, number)
+    chunks = o.chunks
+    slot_steps = o.split * o.chunk
+    units = -(-o.tiles // o.nt)
+    stride = ctx.ctas * o.groups
+    triggers = program.trigger != "entry" and number == len(config.stages) - 1
+    weights = [[program.steps[i].operands[1] for i in b] for b in o.bundles]
+    widths = [program.values[program.steps[b[0]].results[0]].width for b in o.bundles]
+    row_bytes = o.k * 2
+    x_width = program.values[o.x].width
+    staged = base_offset + o.ring_bytes + o.boards * o.sums_bytes
+    tokens_how = "shared" if private is not None or o.tokens_in == "shared" else "global"
+    held = Held()
+    following_steps = [
+        work.steps_with([program.steps[i].results[0] for i in bundle]) for bundle in o.bundles
+    ]
+
+    def row_address(tile, g):
+        """First byte of the weight row that lane group g reads of a tile."""
+        found = Int64(0)
+        for b in range(len(o.bundles)):
+            local = tile - o.starts[b]
+            if len(weights[b]) == 1:
+                row = cutlass.min(local * TILE + g, Int32(widths[b] - 1))
+                base = Int64(ctx.address(weights[b][0]).toint())
+            else:  # rows of two maps in turn, so that a lane's two columns are one of each
+                row = cutlass.min(local * (TILE // 2) + g // 2, Int32(widths[b] - 1))
+                gate, up = (Int64(ctx.address(v).toint()) for v in weights[b])
+                base = cutlass.select_(g % 2 == 0, gate, up)
+            address = base + Int64(row) * row_bytes
+            found = address if b == 0 else cutlass.select_(local >= 0, address, found)
+        return found
+
+    def following(slot):
+        return cutlass.select_(slot == o.depth - 1, Int32(0), slot + 1)
+
+    def inside(step, t):
+        """Whether a lane's 8 columns of a step lie within K."""
+        return step * STEP + t * 8 < o.k
+
+    def tile_of(unit, j):
+        """Tile j of a unit; the last unit repeats the last tile."""
+        return cutlass.min(unit * o.nt + j, Int32(o.tiles - 1))
+
+    @cute.jit
+    def ask(state: list, ring: Int32, step0: Int32, g: Int32, t: Int32, asked_of: Int32):
+        """Start this lane's copies of the next chunk; returns the state after it.
+
+        A group is committed even without copies left, so that the wait can count groups.
+        """
+        asked, slot, chunk, unit = state[:4]
+        rows = state[4:]
+        if asked < asked_of:
+            column = (step0 + chunk * o.chunk) * STEP + t * 8
+            for j in range_constexpr(o.nt):
+                for q in range_constexpr(o.chunk):
+                    source = rows[j] + Int64((column + q * STEP) * 2)
+                    place = ring + (slot * o.slot_bytes + (j * o.chunk + q) * STEP_BYTES)
+                    if const_expr(o.ragged):
+                        live = inside(step0 + chunk * o.chunk + q, t)
+                        # Lanes beyond K copy nothing and write zeros.
+                        safe = cutlass.select_(live, source, rows[j])
+                        ins.copy16(place, safe, cutlass.select_(live, Int32(16), Int32(0)))
+                    else:
+                        ins.copy16(place, source)
+        cute.arch.cp_async_commit_group()
+        chunk += 1
+        if chunk == chunks:
+            chunk = Int32(0)
+            unit += stride
+            if asked + 1 < asked_of:
+                rows = [row_address(tile_of(unit, j), g) for j in range(o.nt)]
+        return [asked + 1, following(slot), chunk, unit, *rows]
+
+    def here():
+        """This thread's place: group, part of K, lane coordinates, ring, units to do."""
+        g, t = ctx.lane // 4, ctx.lane % 4
+        part = ctx.warp % o.split
+        group = ctx.warp // o.split
+        first = ctx.cta * o.groups + group
+        count = cutlass.select_(
+            ctx.warp < o.warps, (units - first + stride - 1) // stride, Int32(0)
+        )
+        count = cutlass.max(count, Int32(0))
+        ring = ctx.shared + base_offset + ctx.warp * (o.depth * o.slot_bytes) + ctx.lane * 16
+        return g, t, part, group, first, count, ring
+
+    @cute.jit
+    def start():
+        g, t, part, group, first, count, ring = here()
+        rows = [row_address(tile_of(first, j), g) for j in range(o.nt)]
+        # Chunk n goes to slot n % depth. State: chunks asked for; slot, chunk of its unit, unit
+        # and weight rows of the next.
+        state = [Int32(0), Int32(0), Int32(0), first, *rows]
+        for _ in cutlass.range(o.depth - 1, unroll=1):
+            state = ask(state, ring, part * o.steps, g, t, count * chunks)
+        return state
+
+    # -- up to 8 tokens: a warp of its own asks, whole rows of a slot at once -----------------
+    def full_of(slot):
+        return ctx.shared + (staged + o.staged_bytes) + slot * 8
+
+    def empty_of(slot):
+        return full_of(slot) + o.depth * 8
+
+    def asking():
+        return ctx.warp == o.warps
+
+    def count_of_cta():
+        return cutlass.max((o.tiles - ctx.cta + ctx.ctas - 1) // ctx.ctas, Int32(0))
+
+    def row_of(tile):
+        return row_address(cutlass.min(tile, Int32(o.tiles - 1)), ctx.lane % TILE)
+
+    @cute.jit
+    def ask_until(state: list, last: Int32):
+        """Ask for chunks, in order, up to number `last`. State: chunk, which of its tile, tile,
+        weight row of this lane."""
+        number, piece, tile, row = state
+        for _ in cutlass.range(number, last, unroll=1):
+            if number >= o.ahead:
+                other = number - o.ahead
+                ins.wait_mbarrier(full_of(other % o.depth), (other // o.depth) & 1)
+            if number >= o.depth:
+                ins.wait_mbarrier(empty_of(number % o.depth), (number // o.depth - 1) & 1)
+            slot = number % o.depth
+            size = Int32(slot_steps * STEP * 2)
+            if const_expr(o.k % (slot_steps * STEP) != 0):
+                size = cutlass.min(size, row_bytes - piece * (slot_steps * STEP * 2))
+            if ctx.lane == 0:
+                ins.expect_bytes(full_of(slot), size * TILE)
+            if ctx.lane < TILE:
+                place = ctx.shared + base_offset + slot * o.slot_bytes + ctx.lane * o.row_bytes
+                ins.copy_bulk(
+                    place, row + Int64(piece * (slot_steps * STEP * 2)), size, full_of(slot)
+                )
+            number += 1
+            piece += 1
+            if piece == chunks:
+                piece = Int32(0)
+                tile += ctx.ctas
+                row = row_of(tile)
+        return [number, piece, tile, row]
+
+    @cute.jit
+    def start_few():
+        if ctx.thread < o.depth:
+            ins.init_mbarrier(full_of(ctx.thread), 1)
+            ins.init_mbarrier(empty_of(ctx.thread), o.split)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        state = [Int32(0), Int32(0), ctx.cta, row_of(ctx.cta)]
+        if asking():
+            state = ask_until(state, cutlass.min(count_of_cta() * chunks, Int32(o.depth)))
+        return state
+
+    def before():
+        held.state = start() if o.mt else start_few()
+
+    def token_base(row, tile):
+        """First byte of a token's columns for a tile: a shared address or a pointer."""
+        column = 0 if o.heads == 0 else (tile * TILE // o.heads) * o.k
+        if private is not None:
+            return ctx.shared + private + (row * x_width + column) * 2
+        if o.tokens_in == "shared":
+            return ctx.shared + staged + row * o.token_bytes
+        return ctx.address(o.x) + (row * x_width + column) * 2
+
+    def token_words(base, step, t):
+        """16 bytes of a token at a step, zeros beyond K."""
+        at = (step * STEP + t * 8) * 2
+        if not o.ragged:
+            return ins.load_words(base + at, 16, tokens_how)
+        live = inside(step, t)
+        words = ins.load_words(base + cutlass.select_(live, at, Int32(0)), 16, tokens_how)
+        return [cutlass.select_(live, word, Uint32(0)) for word in words]
+
+    def copy_tokens(count, first, stride, place_of):
+        """Pieces of 16 bytes into shared memory, up to 8 loads of a thread on their way."""
+        rounds = -(-count // stride)
+        for b in range(0, rounds, 8):
+            numbers = [
+                cutlass.min(first + r * stride, Int32(count - 1))
+                for r in range(b, min(b + 8, rounds))
+            ]
+            places = [place_of(number) for number in numbers]
+            words = [ins.load_words(ctx.address(o.x) + at, 16) for at, _ in places]
+            for (_, to), four in zip(places, words):
+                ins.store_words(ctx.shared + staged + to, four, 16, "shared")
+
+    def place_in_slice(part):
+        pieces = o.chunk * 4
+
+        def place(number):
+            row = number // (chunks * pieces)
+            rest = number - row * (chunks * pieces)
+            j = rest // pieces
+            column = (j * slot_steps + part * o.chunk) * STEP + (rest - j * pieces) * 8
+            source = cutlass.min(column, Int32(o.k - 8))
+            return (row * o.k + source) * 2, row * o.token_bytes + column * 2
+
+        return place
+
+    def place_in_row(number):
+        row = number // (o.k // 8)
+        return number * 16, row * o.token_bytes + (number - row * (o.k // 8)) * 16
+
+    @cute.jit
+    def stage_tokens(part: Int32):
+        """The tokens into shared memory: a warp its own slice, or all of them everything."""
+        if const_expr(o.groups == 1):
+            copy_tokens(o.m * o.steps * 4, ctx.lane, 32, place_in_slice(part))
+            cute.arch.sync_warp()
+        else:
+            copy_tokens(o.m * (o.k // 8), ctx.thread, o.warps * 32, place_in_row)
+            ins.barrier(STAGING, o.warps * 32)
+
+    def tail(b, row, column, pair, live, spread):
+        """What follows on one token and two columns of bundle b (one column of two maps)."""
+        known = {}
+        if len(o.bundles[b]) == 1:
+            value = program.steps[o.bundles[b][0]].results[0]
+            dtype = program.values[value].dtype
+            if widths[b] % 2 == 0:
+                known[value] = rounded(list(pair), dtype)
+                finish(b, known, row, column, 2, live, spread)
+            else:
+                for i in range(2):
+                    one = {value: rounded([pair[i]], dtype)}
+                    # Beyond the last column a load repeats it; the store is off.
+                    at = cutlass.min(column + i, Int32(widths[b] - 1))
+                    exists_too = column + i < widths[b]
+                    finish(b, one, row, at, 1, live & exists_too, also(spread, exists_too))
+        else:
+            for step, element in zip(o.bundles[b], pair):
+                value = program.steps[step].results[0]
+                known[value] = rounded([element], program.values[value].dtype)
+            at = cutlass.min(column, Int32(widths[b] - 1))
+            finish(b, known, row, at, 1, live, spread)
+
+    def finish(b, known, row, column, width, live, spread):
+        work.finish(known, row, column, width, live, following_steps[b], spread)
+
+    def also(spread, condition):
+        return None if spread is None else (spread[0], spread[1] & condition)
+
+    def columns_of(b, tile, t):
+        """First column of a lane's pair of sums."""
+        local = tile - o.starts[b]
+        if len(o.bundles[b]) == 1:
+            return cutlass.min(local * TILE + 2 * t, Int32(2 * ((widths[b] - 1) // 2)))
+        return local * (TILE // 2) + t
+
+    def exists(b, tile, t):
+        """Whether the first column of a lane's pair exists."""
+        local = tile - o.starts[b]
+        if len(o.bundles[b]) == 1:
+            return local * TILE + 2 * t < widths[b]
+        return local * (TILE // 2) + t < widths[b]
+
+    def tails_of(n, tile, row, t, g, a, b, live):
+        here = exists(n, tile, t)
+        # One token: all lane groups hold the same sums, so each sends to peers of its own.
+        spread = (g, here) if o.m == 1 else None
+        tail(n, row, columns_of(n, tile, t), (a, b), live & here, spread)
+
+    @cute.jit
+    def tails(tile: Int32, row: Int32, t: Int32, g: Int32, a: Float32, b: Float32, live: Boolean):
+        for n in range_constexpr(len(o.bundles)):
+            if const_expr(len(o.bundles) == 1):
+                tails_of(n, tile, row, t, g, a, b, live)
+            else:
+                if (tile >= o.starts[n]) & (tile < o.starts[n + 1]):
+                    tails_of(n, tile, row, t, g, a, b, live)
+
+    def wait_for(number):
+        ins.wait_mbarrier(full_of(number % o.depth), (number // o.depth) & 1)
+
+    def release(number):
+        """Only after the sums of the chunk were used or stored: else its loads may be under way."""
+        ins.arrive_mbarrier(empty_of(number % o.depth), ctx.lane == 0)
+
+    def weights_at(number, part, g, t):
+        slot = number % o.depth
+        return (
+            ctx.shared
+            + base_offset
+            + slot * o.slot_bytes
+            + g * o.row_bytes
+            + (part * (o.chunk * STEP) + t * 8) * 2
+        )
+
+    def step_of(j, part, q):
+        return j * slot_steps + part * o.chunk + q
+
+    def multiply_chunk(sums, words, at, j, part, t):
+        for q in range(o.chunk):
+            w = ins.load_shared16(at + q * (STEP * 2))
+            if o.ragged:
+                live = inside(step_of(j, part, q), t)
+                w = [cutlass.select_(live, word, Uint32(0)) for word in w]
+            sums = multiply_few(sums, q + o.chunk * (j if isinstance(j, int) else 0), words[q], w)
+        return sums
+
+    def slice_of(base, part, t):
+        """The quads of a warp's slice of K."""
+        return [
+            quad(token_words(base, step_of(j, part, q), t))
+            for j in range(chunks)
+            for q in range(o.chunk)
+        ]
+
+    @cute.jit
+    def consume():
+        g, t = ctx.lane // 4, ctx.lane % 4
+        part = ctx.warp % o.split
+        group = ctx.warp // o.split
+        row = cutlass.min(g, Int32(o.m - 1))  # lanes beyond M repeat the last token
+        line = TILE * 4  # bytes of a token's sums of a tile
+        if const_expr(o.tokens_in == "shared" and private is None):
+            stage_tokens(part)
+        kept = []
+        if const_expr(o.tokens_in == "registers" and private is None and o.heads == 0):
+            kept = slice_of(token_base(row, Int32(0)), part, t)
+        for i in cutlass.range(group, count_of_cta(), o.groups, unroll=1):
+            tile = ctx.cta + i * ctx.ctas
+            first = i * chunks
+            sums = [Float32(0.0) for _ in range(16)]
+            base = token_base(row, tile)
+            if const_expr(o.tokens_in == "registers" and private is None):
+                near = kept
+                if const_expr(o.heads != 0):
+                    near = slice_of(base, part, t)
+                for j in range_constexpr(chunks):
+                    wait_for(first + j)
+                    if const_expr(j > 0):
+                        release(first + (j - 1))
+                    at = weights_at(first + j, part, g, t)
+                    words = near[j * o.chunk : (j + 1) * o.chunk]
+                    sums = multiply_chunk(sums, words, at, j, part, t)
+            else:
+                for j in cutlass.range(chunks, unroll=1):
+                    words = [quad(token_words(base, step_of(j, part, q), t)) for q in range(o.chunk)]
+                    wait_for(first + j)
+                    if j > 0:
+                        release(first + (j - 1))
+                    at = weights_at(first + j, part, g, t)
+                    sums = multiply_chunk(sums, words, at, j, part, t)
+            a, b = sums_of(sums)
+            # Two buffers: a warp can write its second next tile only after all read this one.
+            turn = i // o.groups
+            board = ctx.shared + (base_offset + o.ring_bytes) + (turn % 2) * o.sums_bytes
+            mine = None
+            if const_expr(o.m < TILE):
+                mine = g < o.m
+            ins.store_shared_pair(
+                board + (ctx.warp * (o.m * line) + g * line + t * 8), a, b, mine
+            )
+            release(first + (chunks - 1))
+            if const_expr(o.split == 1):
+                tails(tile, row, t, g, a, b, g < o.m)
+            else:
+                ins.barrier(group + 1, o.split * 32)
+                if part == turn % o.split:
+                    total_a = Float32(0.0)
+                    total_b = Float32(0.0)
+                    place = board + group * (o.split * o.m * line) + row * line + t * 8
+                    for r in range_constexpr(o.split):
+                        u, v = ins.load_shared_pair(place + r * (o.m * line))
+                        total_a = total_a + u
+                        total_b = total_b + v
+                    tails(tile, row, t, g, total_a, total_b, g < o.m)
+
+    @cute.jit
+    def run_few(state: list):
+        if asking():
+            ask_until(state, count_of_cta() * chunks)
+            if const_expr(triggers):
+                cute.arch.griddepcontrol_launch_dependents()
+        if ctx.warp < o.warps:
+            consume()
+
+    @cute.jit
+    def run_many(state: list):
+        g, t, part, group, first, count, ring = here()
+        step0 = part * o.steps
+        asked_of = count * chunks
+        rows = [
+            cutlass.min(g + 8 * h + 16 * m, Int32(o.m - 1)) for m in range(o.mt) for h in range(2)
+        ]
+        line = o.nt * TILE * 4
+        mine = o.tokens * line
+        slot = Int32(0)
+        board = ctx.shared + (base_offset + o.ring_bytes)
+        for i in cutlass.range(count, unroll=1):
+            unit = first + i * stride
+            if const_expr(triggers):
+                if i == count - 1:
+                    cute.arch.griddepcontrol_launch_dependents()
+            sums = [Float32(0.0) for _ in range(4 * o.mt * o.nt)]
+            bases = [token_base(row, unit * o.nt) for row in rows]
+            for j in cutlass.range(chunks, unroll=1):
+                state = ask(state, ring, step0, g, t, asked_of)
+                at = step0 + j * o.chunk
+                near = [[token_words(base, at + q, t) for base in bases] for q in range(o.chunk)]
+                cute.arch.cp_async_wait_group(o.depth - 1)
+                for q in range_constexpr(o.chunk):
+                    for n in range_constexpr(o.nt):
+                        w = ins.load_shared16(
+                            ring + (slot * o.slot_bytes + (n * o.chunk + q) * STEP_BYTES)
+                        )
+                        for m in range_constexpr(o.mt):
+                            k = 4 * (m * o.nt + n)
+                            new = multiply_many(sums[k : k + 4], near[q][2 * m : 2 * m + 2], w)
+                            sums = [*sums[:k], *new, *sums[k + 4 :]]
+                slot = following(slot)
+            place = board + ctx.warp * mine + g * line + t * 8
+            for m in range_constexpr(o.mt):
+                for n in range_constexpr(o.nt):
+                    k = 4 * (m * o.nt + n)
+                    at = place + (16 * m * line + n * TILE * 4)
+                    ins.store_shared_pair(at, sums[k], sums[k + 1])
+                    ins.store_shared_pair(at + 8 * line, sums[k + 2], sums[k + 3])
+            ins.barrier(group + 1, o.split * 32)
+            pairs = o.m * o.nt * 4
+            for e in cutlass.range(part * 32 + ctx.lane, pairs, o.split * 32, unroll=1):
+                token = e // (o.nt * 4)
+                pair = e - token * (o.nt * 4)
+                n = pair // 4
+                total_a = Float32(0.0)
+                total_b = Float32(0.0)
+                source = board + group * (o.split * mine) + token * line + pair * 8
+                for r in range_constexpr(o.split):
+                    u, v = ins.load_shared_pair(source + r * mine)
+                    total_a = total_a + u
+                    total_b = total_b + v
+                tile = unit * o.nt + n
+                tails(tile, token, pair - 4 * n, g, total_a, total_b, tile < o.tiles)
+            ins.barrier(group + 1, o.split * 32)
+        drain()
+
+    def drain():
+        cute.arch.cp_async_wait_group(0)
+
+    def run():
+        (run_many if o.mt else run_few)(held.state)
+
+    return before, run

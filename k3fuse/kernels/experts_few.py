@@ -1,0 +1,211 @@
+"""Routed experts of up to 8 tokens with MXFP4 weights: what `experts_up` and `experts_down` take.
+
+All tokens are the 8 columns of m16n8k16, whichever experts they chose, so that a warp keeps its
+tokens in registers; results of tokens that did not choose an expert are dropped. A producer warp
+fills a ring of slots in shared memory by bulk copies, `WORKERS` warps multiply, and a reducer warp
+adds up what the workers leave.
+
+`experts_up`: a slot is a unit, 8 gate and 8 up rows of one expert. The workers split its columns;
+each leaves its sums in its own part of the slot. h goes to scratch as float16.
+
+`experts_down`, behind a barrier of the grid: a slot holds `rows` rows of `entries` experts, and a
+worker takes 16 rows of one. The first slots are asked for before the barrier.
+
+Codes are multiplied as float16 of value * 2^-14, so tokens must fit float16: a row is scaled by the
+power of two that brings its largest element into [1, 2), and h by a constant, as |h| is bounded.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from k3fuse.kernels.family import StagePlan
+from k3fuse.kernels.program import Program
+from k3fuse.kernels.stages import PUSHES, Stage
+from k3fuse.target import Target
+
+MAX_TOKENS = 8  # the n of the mma
+MAX_PAIRS = 256
+UP_COLUMNS = 8  # intermediate columns of a unit: 8 gate rows and 8 up rows
+GROUP = 32  # K of two mma, and of one MXFP4 scale
+WORKERS = 14
+PRODUCER = 14  # warp numbers
+REDUCER = 15
+THREADS = 512
+MAX_UP_GROUPS = 8  # of a worker: tokens in registers
+MAX_DOWN_GROUPS = 8  # multiplied at once
+MAX_SLOTS = 6
+SHARED_BYTES = 212 * 1024
+CODE_SCALE = 2.0**14
+
+
+@dataclass(frozen=True)
+class FewOptions:
+    """Sizes of both stages, and offsets in the shared memory of `experts_up`, which both use.
+
+    workers: warps that share a unit, `groups` scale groups each. stride: bytes between the rows of
+    a unit in its slot. rows: of the result, of a CTA at a time; entries: experts of a slot.
+    h_scale: what h is multiplied with. vector: columns that a thread stores at once.
+    """
+
+    m: int
+    k: int
+    experts: int
+    z: int
+    i: int
+    beta: float
+    linear_beta: float
+    workers: int
+    groups: int
+    stride: int
+    rows: int
+    down_groups: int
+    h_scale: float
+    slots: int
+    slot_bytes: int
+    vector: int
+    ids_at: int
+    weights_at: int
+    owners_at: int
+    experts_at: int
+    places_at: int
+    counts_at: int
+    factors_at: int
+    largest_at: int
+    results_at: int
+    slots_at: int
+    smem: int
+
+    @property
+    def pairs(self) -> int:
+        return self.m * self.k
+
+    @property
+    def up_tiles(self) -> int:
+        return self.i // UP_COLUMNS
+
+    @property
+    def z_groups(self) -> int:
+        return self.z // GROUP
+
+    @property
+    def i_groups(self) -> int:
+        return self.i // GROUP
+
+    @property
+    def halves(self) -> int:
+        return self.rows // 16
+
+    @property
+    def entries(self) -> int:
+        return WORKERS // self.halves
+
+    @property
+    def down_tiles(self) -> int:
+        return self.z // self.rows
+
+    @property
+    def max_entries(self) -> int:
+        return min(self.pairs, self.experts)
+
+
+def options_of(program: Program, stage: Stage, target: Target) -> FewOptions | None:
+    """None where the stage is not of this kind."""
+    step = program.steps[stage.steps[0]]
+    held = [program.values[v] for v in step.operands]
+    if len(held) != 9 or step.attribute("activation") != "situ":
+        return None
+    z, ids, _, w1 = held[:4]
+    m, k = ids.shape
+    experts, i = w1.shape[0], w1.shape[1]
+    groups = z.width // GROUP
+    bound = float(step.attribute("beta") or 0.0) * float(step.attribute("linear_beta") or 0.0)
+    if m > MAX_TOKENS or m * k > MAX_PAIRS or i % GROUP or groups % 2 or not 0 < bound < 2**15:
+        return None
+    workers = next(
+        (w for w in range(WORKERS, 0, -1) if groups % w == 0 and groups // w >= 2), 0
+    )
+    if not workers or groups // workers > MAX_UP_GROUPS:
+        return None
+    row = z.width // 2
+    stride = row + 16 if row % 32 == 0 else row  # an odd number of 16 bytes: rows meet no bank
+    rows = 16 if z.width // 16 <= target.sm_count else 32
+    i_groups = i // GROUP
+    down = rows * (i // 2 + i_groups) * (WORKERS * 16 // rows)
+    slot = -(-max(16 * (stride + groups), down) // 128) * 128
+    at = MAX_SLOTS * 24
+    places: list[int] = []
+    pairs = m * k
+    for size in (
+        pairs * 4 + 16,
+        pairs * 4,
+        pairs * 4,
+        pairs * 4,
+        pairs * 32,
+        80,
+        32,
+        WORKERS * 32,
+        pairs * rows * 4,
+    ):
+        places.append(at)
+        at = -(-(at + size) // 16) * 16
+    at = -(-at // 128) * 128
+    limit = min(SHARED_BYTES, target.smem_per_block)
+    slots = min(MAX_SLOTS, (limit - at) // slot)
+    if slots < 2:
+        return None
+    return FewOptions(
+        m=m,
+        k=k,
+        experts=experts,
+        z=z.width,
+        i=i,
+        beta=float(step.attribute("beta") or 0.0),
+        linear_beta=float(step.attribute("linear_beta") or 0.0),
+        workers=workers,
+        groups=groups // workers,
+        stride=stride,
+        rows=rows,
+        down_groups=max(c for c in range(1, MAX_DOWN_GROUPS + 1) if i_groups % c == 0),
+        h_scale=2.0 ** math.floor(math.log2(65504.0 / bound)),
+        slots=slots,
+        slot_bytes=slot,
+        vector=_vector(program, step.results[0]),
+        ids_at=places[0],
+        weights_at=places[1],
+        owners_at=places[2],
+        experts_at=places[3] if m > 1 else places[0],
+        places_at=places[4],
+        counts_at=places[5],
+        factors_at=places[6],
+        largest_at=places[7],
+        results_at=places[8],
+        slots_at=at,
+        smem=at + slots * slot,
+    )
+
+
+def _vector(program: Program, result: int) -> int:
+    """Columns of the result that a thread stores at once."""
+    sizes = [program.values[result].width]
+    for step in program.consumers(result):
+        if step.op in PUSHES:
+            sizes.append(program.values[result].width // program.tp)
+    return next(w for w in (4, 2, 1) if all(size % w == 0 for size in sizes))
+
+
+def plan_up(o: FewOptions) -> StagePlan:
+    """Units of the longest list; h in scratch."""
+    return StagePlan(
+        items=o.max_entries * o.up_tiles,
+        threads=THREADS,
+        smem=o.smem,
+        scratch=o.pairs * o.i * 2,
+        options=o,
+    )
+
+
+def plan_down(o: FewOptions) -> StagePlan:
+    """Tiles of the result; slots and lists are those of `experts_up`."""
+    return StagePlan(items=o.down_tiles, threads=THREADS, options=o)
