@@ -104,14 +104,7 @@ def _layout(
     steps = -(-columns // STEP_COLUMNS)
     depth = 2 if steps % 2 == 0 else 1
     pairs = -(-share // 2)
-
-    def time(slices: int) -> int:
-        """Of all warps: turns, each of some steps and a sum over lanes worth one more."""
-        turns = -(-(pairs + 1) * slices // warps)
-        return turns * (steps // slices + 1)
-
-    pieces = steps // depth
-    slices = min((s for s in range(1, min(pieces, 32) + 1) if pieces % s == 0), key=time)
+    slices = _slices(queries, steps, steps // depth, warps)
     lanes = 1 << (snapshots - 1).bit_length()
     board = snapshots * steps * STEP_COLUMNS * 2
     weights = board + _aligned(4 * lanes * (2 * pairs + 1) * slices)
@@ -124,13 +117,28 @@ def _layout(
         groups=groups,
         steps=steps,
         slices=slices,
-        chunks=pieces // slices,
+        chunks=steps // depth // slices,
         depth=depth,
         lanes=lanes,
         board=board,
         weights=weights,
         table=table,
     )
+
+
+def _slices(queries: int, steps: int, pieces: int, warps: int) -> int:
+    """Slices of a row, the same for any number of rows: they are the order of its sums. Of those
+    that divide its pieces, the one that loses least where it loses most."""
+    shares = {-(-queries // (CTAS // rows)) for rows in range(1, CTAS + 1)}
+
+    def time(slices: int, share: int) -> int:
+        """Of all warps: turns, each of some steps and a sum over lanes worth one more."""
+        units = (-(-share // 2) + 1) * slices  # pairs of queries, and the squares
+        return -(-units // warps) * (steps // slices + 1)
+
+    choices = [s for s in range(1, min(pieces, 32) + 1) if pieces % s == 0]
+    best = {share: min(time(s, share) for s in choices) for share in shares}
+    return min(choices, key=lambda s: max(time(s, share) / best[share] for share in shares))
 
 
 def _aligned(size: int) -> int:

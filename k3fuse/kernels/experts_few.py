@@ -1,18 +1,19 @@
 """Routed experts of up to 8 tokens with MXFP4 weights: what `experts_up` and `experts_down` take.
 
 All tokens are the 8 columns of m16n8k16, whichever experts they chose, so that a warp keeps its
-tokens in registers; results of tokens that did not choose an expert are dropped. A producer warp
-fills a ring of slots in shared memory by bulk copies, `WORKERS` warps multiply, and a reducer warp
+tokens in registers; results of tokens that did not choose an expert are dropped. Two producer warps
+fill a ring of slots in shared memory by bulk copies, `WORKERS` warps multiply, and a reducer warp
 adds up what the workers leave.
 
 `experts_up`: a slot is a unit, 8 gate and 8 up rows of one expert. The workers split its columns;
-each leaves its sums in its own part of the slot. h goes to scratch as float16.
+each leaves its sums in its own part of the slot. h goes to scratch as bfloat16.
 
 `experts_down`, behind a barrier of the grid: a slot holds `rows` rows of `entries` experts, and a
 worker takes 16 rows of one. The first slots are asked for before the barrier.
 
-Codes are multiplied as float16 of value * 2^-14, so tokens must fit float16: a row is scaled by the
-power of two that brings its largest element into [1, 2), and h by a constant, as |h| is bounded.
+Codes are multiplied as bfloat16 of value * 2^-126. So that products stay far from the ends of
+float32, a token is multiplied by the power of two that brings its largest element near 2^100, and
+h, which is bounded, by a constant. A scale of 2^-127 counts as 0.
 """
 
 from __future__ import annotations
@@ -29,22 +30,24 @@ MAX_TOKENS = 8  # the n of the mma
 MAX_PAIRS = 256
 UP_COLUMNS = 8  # intermediate columns of a unit: 8 gate rows and 8 up rows
 GROUP = 32  # K of two mma, and of one MXFP4 scale
-WORKERS = 14
-PRODUCER = 14  # warp numbers
-REDUCER = 15
-THREADS = 512
+WORKERS = 16
+REDUCER = 16  # warp numbers
+PRODUCER = 17  # two of them, each for half of a slot
+THREADS = 19 * 32
 MAX_UP_GROUPS = 8  # of a worker: tokens in registers
-MAX_DOWN_GROUPS = 8  # multiplied at once
+MAX_DOWN_GROUPS = 8  # whose h is fetched ahead; of more, a few at a time
 MAX_SLOTS = 6
+IN_FLIGHT = 3  # slots: more make each of them late
 SHARED_BYTES = 212 * 1024
-CODE_SCALE = 2.0**14
+CODE_SCALE = 2.0**126
+TOKEN_EXPONENT = 100  # of the largest element of a scaled token
 
 
 @dataclass(frozen=True)
 class FewOptions:
     """Sizes of both stages, and offsets in the shared memory of `experts_up`, which both use.
 
-    workers: warps that share a unit, `groups` scale groups each. stride: bytes between the rows of
+    workers: warps that share a unit, `groups` scale groups each. stride: bytes between rows of
     a unit in its slot. rows: of the result, of a CTA at a time; entries: experts of a slot.
     h_scale: what h is multiplied with. vector: columns that a thread stores at once.
     """
@@ -121,19 +124,16 @@ def options_of(program: Program, stage: Stage, target: Target) -> FewOptions | N
     experts, i = w1.shape[0], w1.shape[1]
     groups = z.width // GROUP
     bound = float(step.attribute("beta") or 0.0) * float(step.attribute("linear_beta") or 0.0)
-    if m > MAX_TOKENS or m * k > MAX_PAIRS or i % GROUP or groups % 2 or not 0 < bound < 2**15:
+    if m > MAX_TOKENS or m * k > MAX_PAIRS or i % GROUP or groups % 2 or not 0 < bound < 2**30:
         return None
-    workers = next(
-        (w for w in range(WORKERS, 0, -1) if groups % w == 0 and groups // w >= 2), 0
-    )
+    workers = next((w for w in range(WORKERS, 0, -1) if groups % w == 0 and groups // w >= 2), 0)
     if not workers or groups // workers > MAX_UP_GROUPS:
         return None
-    row = z.width // 2
-    stride = row + 16 if row % 32 == 0 else row  # an odd number of 16 bytes: rows meet no bank
+    stride = z.width // 2 + 16  # an odd number of 16 bytes: no two rows meet in a bank
     rows = 16 if z.width // 16 <= target.sm_count else 32
     i_groups = i // GROUP
     down = rows * (i // 2 + i_groups) * (WORKERS * 16 // rows)
-    slot = -(-max(16 * (stride + groups), down) // 128) * 128
+    slot = -(-max(16 * (stride + groups) + 4, down) // 128) * 128  # a word may be read past scales
     at = MAX_SLOTS * 24
     places: list[int] = []
     pairs = m * k
@@ -167,8 +167,8 @@ def options_of(program: Program, stage: Stage, target: Target) -> FewOptions | N
         groups=groups // workers,
         stride=stride,
         rows=rows,
-        down_groups=max(c for c in range(1, MAX_DOWN_GROUPS + 1) if i_groups % c == 0),
-        h_scale=2.0 ** math.floor(math.log2(65504.0 / bound)),
+        down_groups=i_groups if i_groups <= MAX_DOWN_GROUPS else math.gcd(i_groups, 4),
+        h_scale=2.0 ** (TOKEN_EXPONENT - math.ceil(math.log2(bound))),
         slots=slots,
         slot_bytes=slot,
         vector=_vector(program, step.results[0]),

@@ -9,43 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from k3fuse.kernels import argmax, attn_res, experts, kda, linear, mla, prefetch, route, rowwise
-from k3fuse.kernels.family import NotSupported, Plan, StagePlan, require
+from k3fuse.kernels import rowwise
+from k3fuse.kernels.families import Chosen, choose
+from k3fuse.kernels.family import NotSupported, StagePlan, require
 from k3fuse.kernels.program import Program
 from k3fuse.kernels.spec import Parameter
-from k3fuse.kernels.stages import POINTWISE, PUSHES, Kind, Stage, cut, normalize
+from k3fuse.kernels.stages import POINTWISE, PUSHES, Stage, cut, normalize
 from k3fuse.target import Target
-
-PLANS: Mapping[Kind, Plan] = {
-    "point": rowwise.plan_point,
-    "row": rowwise.plan_row,
-    "append": mla.plan_append,
-    "absorb": mla.plan_absorb,
-    "attend": mla.plan_attend,
-    "attend_merge": mla.plan_merge,
-    "argmax": argmax.plan_argmax,
-    "argmax_merge": argmax.plan_merge,
-    "argmax_pick": argmax.plan_pick,
-    "blocks": attn_res.plan_blocks,
-    "prefetch": prefetch.plan_prefetch,
-    "linear": linear.plan,
-    "value": linear.plan,
-    "kda_fetch": kda.plan_fetch,
-    "kda": kda.plan_kda,
-    "kda_window": kda.plan_window,
-    "kda_journal": kda.plan_journal,
-    "commit": kda.plan_commit,
-    "head_norm": kda.plan_head_norm,
-    "route": route.plan_route,
-    "experts_up": experts.plan_up,
-    "experts_down": experts.plan_down,
-}
-"""The family of each kind of stage."""
 
 SIDE_SMS = 10
 """SMs left to launches of the side streams by a grid whose CTAs wait for one another."""
@@ -65,15 +39,16 @@ ALIGNMENT = 256
 class LaunchConfig:
     """The configuration of one kernel, plain data: picklable, and the key of the kernel cache.
 
-    ctas: grid; cluster: CTAs that share a row (1: none). plans: one a stage. scratch: (value,
-    offset) of what passes between stages; private: (value, offset in shared memory) of rows that
-    every CTA keeps. stage_smem, stage_scratch: offsets of each stage's own memory. debug: spins
-    are bounded and reported.
+    ctas: grid; cluster: CTAs that share a row (1: none). plans, families: one a stage. scratch:
+    (value, offset) of what passes between stages; private: (value, offset in shared memory) of
+    rows that every CTA keeps. stage_smem, stage_scratch: offsets of each stage's own memory.
+    debug: spins are bounded and reported.
     """
 
     program: Program
     stages: tuple[Stage, ...]
     plans: tuple[StagePlan, ...]
+    families: tuple[Chosen, ...]
     threads: int
     ctas: int
     cluster: int
@@ -179,11 +154,16 @@ def configure(program: Program, target: Target, *, debug: bool = False) -> Launc
             step.op not in PUSHES or step.attribute("dim", 1) == 1,
             f"{step.op} along dimension {step.attribute('dim')}: rows travel by columns",
         )
-    stages = cut(program, private_limit=PRIVATE_BYTES, private_reads=PRIVATE_READS)
-    plans: list[StagePlan] = []
-    for stage in stages:
-        require(stage.kind in PLANS, f"no kernel family for {_ops(program, stage)}")
-        plans.append(PLANS[stage.kind](program, stage, target))
+    try:
+        return _configure(program, target, PRIVATE_BYTES, debug)
+    except NotSupported:  # rows that every CTA keeps may not fit beside the rest
+        return _configure(program, target, 0, debug)
+
+
+def _configure(program: Program, target: Target, private_limit: int, debug: bool) -> LaunchConfig:
+    stages = cut(program, private_limit=private_limit, private_reads=PRIVATE_READS)
+    chosen = [choose(program, stage, target) for stage in stages]
+    plans = [plan for _, plan in chosen]
     threads = max(plan.threads for plan in plans)
     levels = max(stage.level for stage in stages)
     most = target.sm_count - (SIDE_SMS if levels else 0)
@@ -226,6 +206,7 @@ def configure(program: Program, target: Target, *, debug: bool = False) -> Launc
         program=program,
         stages=stages,
         plans=tuple(plans),
+        families=tuple(family for family, _ in chosen),
         threads=threads,
         ctas=ctas,
         cluster=cluster,
@@ -266,10 +247,6 @@ def _check_rings(program: Program) -> None:
     read = {v.ring.channel for v in program.values if v.place == "mailbox" and v.ring}
     sent = {v.ring.channel for v in program.values if v.place == "pushed" and v.ring}
     require(not read & sent, "one launch reads and fills the same mailbox ring")
-
-
-def _ops(program: Program, stage: Stage) -> str:
-    return ", ".join(dict.fromkeys(program.steps[i].op for i in stage.steps))
 
 
 def _made_in(program: Program, stages: tuple[Stage, ...]) -> dict[int, int]:
@@ -333,11 +310,13 @@ def describe(config: LaunchConfig) -> dict[str, Any]:
         "stages": [
             {
                 "kind": stage.kind,
+                "family": family.name,
+                "not": [f"{name}: {reason}" for name, reason in family.refusals],
                 "ops": [config.program.steps[i].op for i in stage.steps],
                 "after_barriers": stage.level,
                 "private": stage.private,
             }
-            for stage in config.stages
+            for stage, family in zip(config.stages, config.families, strict=True)
         ],
         "grid": config.ctas,
         "threads": config.threads,

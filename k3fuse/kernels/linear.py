@@ -2,23 +2,28 @@
 
 Moves 2NK bytes of weights, bound by reading them. A tile is 8 weight rows, the B operand of
 m16n8k16 with tokens as A, so that a token's sums do not depend on the others. Two maps whose
-results meet elementwise (gate and up) share a tile, four rows each, so that a lane holds both. Each
-warp streams its tiles, or its slice of K of them, through a ring of its own in shared memory with
-16-byte asynchronous copies, the first of them above the PDL wait.
+results meet elementwise (gate and up) share a tile, four rows each, so that a lane holds both.
 
-Up to 8 tokens a warp takes one tile at a time and both halves of the A operand hold the same
-tokens; above, a warp takes `nt` tiles and up to 64 tokens. `mla_value` is the same with the heads'
-own slices of x.
+Up to 8 tokens a warp of its own streams the tiles of the CTA through a ring of slots, 8 rows by
+some columns, with a bulk copy a row; the first slots above the PDL wait, a bounded number at a
+time. The other warps each take a slice of a slot's columns, or whole tiles where K is small; both
+halves of the A operand hold the same tokens. Tiles left after whole rounds of the grid are shared
+out by rows.
+
+Above, up to 64 tokens, a warp takes `nt` tiles or its slice of K of them, and streams them through
+a ring of its own with 16-byte asynchronous copies. `mla_value` is the same with the heads' own
+slices of x.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from k3fuse.kernels.family import StagePlan, require
 from k3fuse.kernels.program import Program
-from k3fuse.kernels.stages import PUSHES, Stage
+from k3fuse.kernels.stages import ANCHORS, PUSHES, ROW, Stage
 from k3fuse.target import Target
 
 TILE = 8  # weight rows, the n of the mma
@@ -30,14 +35,32 @@ SMALL_K = 1024
 STAGED_BYTES = 40 * 1024
 """Of tokens that a CTA keeps in shared memory."""
 
-SLOT_STEPS = 33
-"""Of a ring slot at most: 16 KB and a bit."""
+SLOT_STEPS = 66
+"""Of a ring slot at most, 33 KB: long pieces of the rows are read faster, and a bulk copy costs the
+asking warp 40 cycles."""
 
+SHORT_SLOT_STEPS = 33
+"""The same for a CTA of one tile, which is done sooner after the last slot if that is small."""
+
+MOST_STAGED_BYTES = 120 * 1024
+MANY_STAGED_BYTES = 104 * 1024
 MAX_SPLIT = 11
+WARP_STEPS = 28
+"""Of a slice at most, so that its tokens fit the registers of a warp."""
+
+CROWDED_STEPS = 12
+"""The same in a launch with other structures, whose threads leave fewer registers for each."""
+
+AHEAD_BYTES = 88 * 1024
+"""Asked for and not come: enough for the memory system, and no queue before what others ask."""
+
+LONG_AHEAD_BYTES = 150 * 1024
+"""The same for a CTA of many tiles, beside which there is little else."""
 
 SHORT_BYTES = 100 * 1024
 """Ring of a CTA with little work: two fit an SM, so that the next launch can ask early."""
 
+FAMILY = ("linear", "mla_value")
 RING_BYTES = 176 * 1024
 SHARED_RING_BYTES = 64 * 1024
 """Of a CTA that also holds the experts' rings."""
@@ -50,6 +73,13 @@ def banked(size: int) -> int:
     """Bytes from row to row in shared memory: an odd number of half lines of the 32 banks, so that
     the two rows that eight lanes load from meet no bank twice."""
     return -(-size // 128) * 128 + 64 if size % 128 != 64 else size
+
+
+def parts_of(tiles: int, ctas: int) -> int:
+    """Parts of a tile, by rows, in which the CTAs share the tiles left after whole rounds, so that
+    none has much more to read than the others. A part costs a row or so by itself."""
+    left = tiles % ctas
+    return min((1, 2, 4), key=lambda p: (-(-left * p // ctas) * (TILE // p + 1), p))
 
 
 @dataclass(frozen=True)
@@ -174,14 +204,30 @@ def bundles_of(program: Program, stage: Stage) -> tuple[tuple[int, ...], ...]:
     return tuple(found)
 
 
-def plan(program: Program, stage: Stage, target: Target) -> StagePlan:
+def plan_few(program: Program, stage: Stage, target: Target) -> StagePlan:
+    """Up to 8 tokens."""
+    return _plan(program, stage, target, _few, FEW_TOKENS)
+
+
+def plan_many(program: Program, stage: Stage, target: Target) -> StagePlan:
+    """Up to 64 tokens."""
+    return _plan(program, stage, target, _many, MAX_TOKENS)
+
+
+def _plan(
+    program: Program,
+    stage: Stage,
+    target: Target,
+    make: Callable[..., LinearOptions],
+    most: int,
+) -> StagePlan:
     """Warps, tiles and ring of a stage."""
     bundles = bundles_of(program, stage)
     first = program.steps[bundles[0][0]]
     x, w = (program.values[v] for v in first.operands[:2])
     heads = w.shape[1] if first.op == "mla_value" else 0
     m, k = x.rows, w.shape[-1]
-    require(m <= MAX_TOKENS, f"{m} rows: a linear stage holds up to {MAX_TOKENS}")
+    require(m <= most, f"{m} rows: holds up to {most}")
     require(k % 8 == 0, f"K={k}: must be a multiple of 8, for 16-byte loads")
     require(heads % TILE == 0, f"{heads} rows a head: must be a multiple of {TILE}")
     starts = [0]
@@ -201,11 +247,17 @@ def plan(program: Program, stage: Stage, target: Target) -> StagePlan:
             pairs = all(len(b) == 1 for b in bundles)
             require(not pairs or chunk % 2 == 0, f"{chunk} columns a rank: must be even")
     many = any(step.op == "moe_experts" for step in program.steps)
+    crowded = any(
+        step.op in ROW or (step.op in ANCHORS and step.op not in FAMILY) for step in program.steps
+    )
     ring = SHARED_RING_BYTES if many else RING_BYTES
     ctas = target.sm_count - (ROUTING_SMS if many else 0)
-    make = _few if m <= FEW_TOKENS else _many
-    options = make(m, k, first.operands[0], x.width, bundles, tuple(starts), heads, ring, ctas)
+    options = make(
+        m, k, first.operands[0], x.width, bundles, tuple(starts), heads, ring, ctas, crowded
+    )
     units = -(-options.tiles // (options.nt * options.groups)) if options.mt else options.tiles
+    if units < ctas and options.mt == 0:
+        units *= parts_of(units, ctas)
     return StagePlan(
         items=units,
         threads=(options.warps + (options.mt == 0)) * 32,
@@ -224,44 +276,48 @@ def _few(
     heads: int,
     ring: int,
     ctas: int,
+    crowded: bool,
 ) -> LinearOptions:
-    """Up to 8 tokens: a tile is cut into slots of at most 16 KB, a slot into slices of K."""
+    """Up to 8 tokens: a tile is cut into slots by columns, a slot into slices of the warps."""
     steps = -(-k // STEP)
-    chunks = -(-steps // SLOT_STEPS)
+    tiles = starts[-1]
+    rounds = -(-tiles // min(tiles, ctas))
+    chunks = -(-steps // (SLOT_STEPS if rounds > 1 else SHORT_SLOT_STEPS))
     width = -(-steps // chunks)
     split, chunk = min(
         ((s, -(-width // s)) for s in range(1, MAX_SPLIT + 1)),
-        key=lambda sc: (sc[1] > 4, sc[0] * sc[1] - width, sc[0]),
+        key=lambda sc: (
+            sc[1] * chunks > WARP_STEPS,
+            sc[0] * sc[1] - width,
+            abs(sc[1] - (9 if rounds > 1 else 4)),
+        ),
     )
-    tiles = starts[-1]
-    rounds = -(-tiles // min(tiles, ctas))
-    groups = min(rounds, max(1, MAX_SPLIT // split), 7)
-    depth = ahead = 0
-    import os  # EXPERIMENT
-
-    tokens = ""
-    for rule in os.environ.get("K3F_LIN", "").split(","):
-        part = rule.split(":")
-        if part[0] in (str(k), f"{k}m{m}"):
-            split, chunk, groups, depth, ahead = (int(v) or d for v, d in zip([*part[1:6], "0", "0", "0"], (split, chunk, groups, 0, 0)))
-            tokens = part[6] if len(part) > 6 else ""
+    groups = 1
+    most = CROWDED_STEPS if crowded else WARP_STEPS
+    if rounds > 1 and steps <= most and rounds * steps * STEP_BYTES <= SHORT_BYTES:
+        split, chunk, groups = 1, steps, min(rounds, 8)  # a warp takes tiles by itself
+    elif m <= 4 and chunks == 1 and rounds >= 4 and split % 2 == 0 and 2 * chunk <= WARP_STEPS:
+        split, chunk, groups = split // 2, 2 * chunk, 2
     chunks = -(-steps // (split * chunk))
     slot = TILE * banked(split * chunk * STEP * 2)
     total = rounds * chunks
-    if total * slot <= SHORT_BYTES:
+    if rounds == 1 or total * slot <= SHORT_BYTES:
         ring = min(ring, SHORT_BYTES)
-    elif rounds == 1:
-        ring = min(ring, SHORT_BYTES)
-    depth = depth or max(2, min(total, ring // slot))
-    ahead = min(depth, ahead or 4)
     staged = m * banked(chunks * split * chunk * STEP * 2)
-    if not tokens:
-        if heads:
-            tokens = "registers" if chunks * chunk <= 28 else "memory"
-        elif m <= 2 or (groups > 1 and staged <= STAGED_BYTES):
-            tokens = "shared"
-        else:
-            tokens = "registers" if chunks * chunk <= 28 else "memory"
+    registers = chunks * chunk <= (WARP_STEPS // 2 if crowded else WARP_STEPS)
+    fits = staged <= (STAGED_BYTES if groups > 1 or registers else MOST_STAGED_BYTES)
+    if heads == 0 and (m <= 2 or (fits and (groups > 1 or not registers))):
+        kept = staged if crowded and staged <= 48 * 1024 else 0  # a private row beside them
+        tokens_in, ring = "shared", min(ring, 208 * 1024 - staged - kept)
+    else:
+        tokens_in = "registers" if registers else "memory"
+    depth = max(2, min(total, ring // slot))
+    ahead = max(1, min(depth, (AHEAD_BYTES if rounds <= 4 else LONG_AHEAD_BYTES) // slot))
+    # A group waits for a slot by its parity, so what was in the slot before must have come: it was
+    # the group's own last tile, or was asked for so long before that it came before that one.
+    groups = min(groups, max(1, depth // chunks))
+    if groups > 1 and depth > groups * chunks:
+        ahead = min(ahead, depth - groups * chunks)
     return LinearOptions(
         m=m,
         k=k,
@@ -276,7 +332,7 @@ def _few(
         chunk=chunk,
         depth=depth,
         ahead=ahead,
-        tokens_in=tokens,
+        tokens_in=tokens_in,
         x_width=x_width,
     )
 
@@ -291,26 +347,35 @@ def _many(
     heads: int,
     ring: int,
     ctas: int,
+    crowded: bool,
 ) -> LinearOptions:
     """9 to 64 tokens. Every CTA reads all tokens from the L2 for each of its units, so a unit has
     as many tiles as still fill the GPU."""
     steps = -(-k // STEP)
     mt = -(-m // 16)
     tiles = starts[-1]
-    if k > SMALL_K and heads == 0:
-        split, groups = 8, 1
-        sizes = (1, 2, 3, 4)
-    else:
-        split, groups = 1, 8
-        sizes = (1, 2)
+    small = k <= SMALL_K or heads > 0
+    groups = min(8, -(-tiles // ctas)) if small else 1
+    split = min(8 // groups, steps)
 
     def cost(nt: int) -> tuple[int, int]:
+        """Rows that the busiest CTA reads, of tokens and of weights."""
         units = -(-tiles // (nt * groups))
-        return -(-units // ctas) * nt, -nt
+        return -(-units // ctas) * (m * (not small) + nt * groups * TILE), nt
 
-    nt = 1 if heads else min(sizes, key=cost)
+    staged = m * banked(-(-steps // split) * split * STEP * 2)
+    shared = small and heads == 0 and staged <= MANY_STAGED_BYTES
+    most = 1 if heads else 16 // mt if not small else 2
+    nt = min(range(1, most + 1), key=cost)
+    if crowded:
+        nt = min(nt, 12 // mt)
     slice_steps = -(-steps // split)
-    chunk = next(c for c in (2, 1) if slice_steps % c == 0)
+    # Registers: a step of tokens and the sums of a warp. Rows before it leave fewer.
+    large = nt * mt > (3 if crowded and shared else 8)
+    chunk = 2 if slice_steps % 2 == 0 and not large else 1
+    if shared:
+        staged = m * banked(-(-slice_steps // chunk) * chunk * split * STEP * 2)
+        ring = min(ring, 208 * 1024 - staged)
     room = (ring - 64 * 1024) // (split * groups * chunk * nt * STEP_BYTES)
     return LinearOptions(
         m=m,
@@ -326,7 +391,7 @@ def _many(
         chunk=chunk,
         depth=max(2, min(room, 8)),
         ahead=0,
-        tokens_in="memory",
+        tokens_in="shared" if shared else "memory",
         x_width=x_width,
     )
 

@@ -20,6 +20,10 @@ SLOT_BYTES = 128
 the L2 and not several."""
 
 
+BOARDS_BYTES = 2048
+"""Of the partial sums of a row: two boards, of two sums over up to 128 warps of a cluster."""
+
+
 def width_of(program: Program, stage: Stage) -> int:
     """Columns that a thread handles at once: a vector of at most 16 bytes of bfloat16 that no
     value of the stage cuts."""
@@ -100,7 +104,7 @@ def plan_row(program: Program, stage: Stage, target: Target) -> StagePlan:
     rows, columns = shape_of(program, stage)
     most = MAX_THREADS * MAX_ELEMENTS
     require(columns <= most, f"rows of {columns}: {most} fit the registers of a CTA")
-    return StagePlan(items=rows, threads=threads_of(program, stage, 1))
+    return StagePlan(items=rows, threads=threads_of(program, stage, 1), smem=BOARDS_BYTES)
 
 
 def cluster_of(program: Program, stage: Stage, most: int) -> int:

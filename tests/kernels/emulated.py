@@ -27,6 +27,7 @@ def facts_of(program: Program) -> dict[str, Any]:
         program=normalize(program),
         stages=(Stage("point", (), level=1),),
         plans=(),
+        families=(),
         threads=32,
         ctas=1,
         cluster=1,

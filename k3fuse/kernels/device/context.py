@@ -64,11 +64,12 @@ class Context:
     def open_rings(self):
         """Behind the wait: find this step's stages, re-arm, publish the peers' addresses."""
         if self.config.rings:
-            self.stage_offsets = {}
+            self.stage_offsets, self.uses = {}, {}
             step = cute.arch.load(cute.recast_ptr(self.given["step"], dtype=Int64), Int64)
             for value in self.config.rings:
                 ring = self.held(value).ring
                 use = step * ring.uses + Int64(self.given[f"use{value}"])
+                self.uses[value] = use
                 self.stage_offsets[value] = (use % ring.stages) * ring.stage_bytes
                 if ring.first_reader:
                     self.rings.rearm(
@@ -102,7 +103,8 @@ class Context:
 
     def arrived(self, words, place, value, count):
         """`words` as first seen at `place`, waited for."""
-        return self.rings.settle[count, kind_of(self.held(value).dtype, count)](words, place)
+        kind = kind_of(self.held(value).dtype, count)
+        return self.rings.settle[count, kind](words, place, value)
 
     def sum_slots(self, value, row, column, width):
         """The sum over the ranks' terms of a [T, M, N] mailbox, in rank order, as float32."""
@@ -110,7 +112,8 @@ class Context:
         slots, rows, columns = held.shape[0], held.shape[1], held.width // held.shape[1]
         size = ITEMSIZE[held.dtype]
         first = self.stage_of(value) + (row * columns + column) * size
-        return self.rings.sum_slots[width, held.dtype](first, rows * columns * size, slots)
+        add_up = self.rings.sum_slots[width, held.dtype]
+        return add_up(first, rows * columns * size, slots, value)
 
     def sink(self, value, row, column, values, live=None, spread=None):
         """Store elements of a result where it is wanted: in memory, and at the peers.
@@ -244,7 +247,7 @@ class make_rings:  # noqa: N801 (a factory, like the stages)
 
         def make_settle(count, kind):
             @cute.jit
-            def settle(words: list, place: cute.Pointer):
+            def settle(words: list, place: cute.Pointer, value: cutlass.Constexpr):
                 empty = is_empty(words, kind)
                 tries = Int32(0)
                 while empty:
@@ -254,50 +257,51 @@ class make_rings:  # noqa: N801 (a factory, like the stages)
                         tries += 1
                         empty = empty & (tries < DEBUG_SPINS)
                 if cutlass.const_expr(ctx.debug):
-                    report(tries)
+                    report(tries, words[0], value)
                 return words
 
             return settle
 
         @cute.jit
-        def report(tries: Int32):
-            """A spin that was given up: rank, launch, CTA, thread into the error record."""
+        def report(tries: Int32, seen: Uint32, value: cutlass.Constexpr):
+            """A spin that was given up, into the error record: a count, then of the first one the
+            rank, launch, CTA, thread, mailbox (value of the program), use wanted, word seen."""
             if tries >= DEBUG_SPINS:
                 record = cute.recast_ptr(ctx.given["errors"], dtype=Uint32)
-                seen = cute.arch.atomic_add(record, Uint32(1), sem="relaxed", scope="gpu")
-                if seen == Uint32(0):
-                    facts = [
-                        Uint32(Int32(ctx.given["rank"])),
-                        Uint32(Int32(ctx.given["launch"])),
-                        Uint32(ctx.cta),
-                        Uint32(ctx.thread),
-                    ]
-                    ins.store_words(ctx.given["errors"] + 16, facts, 16)
+                before = cute.arch.atomic_add(record, Uint32(1), sem="relaxed", scope="gpu")
+                if before == Uint32(0):
+                    place = [ctx.given["rank"], ctx.given["launch"], ctx.cta, ctx.thread]
+                    ins.store_words(ctx.given["errors"] + 16, [Uint32(w) for w in place], 16)
+                    what = [Uint32(value), Uint32(ctx.uses[value]), seen, Uint32(0)]
+                    ins.store_words(ctx.given["errors"] + 32, what, 16)
 
         def make_sum(width, dtype):
             count = width * ITEMSIZE[dtype]
             arrived = self.settle[count, kind_of(dtype, count)]
             batch = max(1, SLOT_WORDS // width)
 
-            def add(total, first, slot_bytes, slots):
+            def add(total, first, slot_bytes, slots, value):
                 places = [first + s * slot_bytes for s in range(slots)]
                 seen = [ins.load_words(p, count, "volatile.global") for p in places]
                 for words, place in zip(seen, places, strict=True):
-                    terms = unpack(arrived(words, place), dtype, width)
+                    terms = unpack(arrived(words, place, value), dtype, width)
                     total = [a + b for a, b in zip(total, terms, strict=True)]
                 return total
 
             @cute.jit
             def sum_slots(
-                first: cute.Pointer, slot_bytes: cutlass.Constexpr, slots: cutlass.Constexpr
+                first: cute.Pointer,
+                slot_bytes: cutlass.Constexpr,
+                slots: cutlass.Constexpr,
+                value: cutlass.Constexpr,
             ):
                 # From +0.0, so that terms of -0.0 add up to +0.0.
                 total = [Float32(0.0) for _ in range(width)]
                 for b in cutlass.range(slots // batch, unroll=1):
-                    total = add(total, first + b * (batch * slot_bytes), slot_bytes, batch)
+                    total = add(total, first + b * (batch * slot_bytes), slot_bytes, batch, value)
                 rest = slots % batch
                 if cutlass.const_expr(rest > 0):
-                    total = add(total, first + (slots - rest) * slot_bytes, slot_bytes, rest)
+                    total = add(total, first + (slots - rest) * slot_bytes, slot_bytes, rest, value)
                 return total
 
             return sum_slots

@@ -15,52 +15,45 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
 from k3fuse.kernels.device import bulk
 from k3fuse.kernels.device import instructions as ins
-from k3fuse.kernels.device.mxfp4 import Scales, half_codes, shared_word
+from k3fuse.kernels.device.mxfp4 import (
+    Scales,
+    UnalignedScales,
+    keep_nan,
+    shared_word,
+    tiny_codes,
+)
 from k3fuse.kernels.device.pointwise import situ
-from k3fuse.kernels.experts_few import CODE_SCALE, PRODUCER, REDUCER, UP_COLUMNS, WORKERS
+from k3fuse.kernels.experts_few import (
+    CODE_SCALE,
+    IN_FLIGHT,
+    PRODUCER,
+    REDUCER,
+    TOKEN_EXPONENT,
+    UP_COLUMNS,
+    WORKERS,
+)
 from k3fuse.kernels.stages import PUSHES
-
-
-def pack_half(low, high):
-    """Two float32 rounded to float16 in one word."""
-    return ins.asm(
-        "cvt.rn.f16x2.f32 {$w0}, {$r1}, {$r0};",
-        write_only_types=[Uint32],
-        read_only_args=[low, high],
-    )
-
-
-def mma_half(sums, a, b):
-    """m16n8k16 of float16: sums + a b, with float32 sums in four registers a lane."""
-    return list(
-        ins.asm(
-            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 { {$w0}, {$w1}, {$w2}, {$w3} }, "
-            "{ {$r0}, {$r1}, {$r2}, {$r3} }, { {$r4}, {$r5} }, { {$r6}, {$r7}, {$r8}, {$r9} };",
-            write_only_types=[Float32] * 4,
-            read_only_args=[*a, *b, *sums],
-        )
-    )
 
 
 def highest(a, b):
     """The larger of two words."""
-    return ins.asm(
-        "max.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b]
-    )
+    return ins.asm("max.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b])
 
 
-def multiply(sums, rows, step, scales, scale_step, groups, x):
-    """Add 16 rows times 8 tokens. rows, scales: addresses of this lane's codes and scales in its
-    first row; step, scale_step: from there to its second. x: four words a group."""
+def multiply(sums, rows, step, low_scales, high_scales, x):
+    """Add 16 rows times 8 tokens. rows: address of this lane's codes in its first row; step: from
+    there to its second. x: four words a group."""
     zero = [Float32(0.0)] * 4
-    words = [(shared_word(rows + q * 16), shared_word(rows + (step + q * 16))) for q in range(groups)]
-    low_scales, high_scales = Scales(scales, groups), Scales(scales + scale_step, groups)
+    groups = len(x) // 4
+    words = [
+        (shared_word(rows + q * 16), shared_word(rows + (step + q * 16))) for q in range(groups)
+    ]
     for q in range(groups):
-        low, high = half_codes(words[q][0]), half_codes(words[q][1])
+        low, high = tiny_codes(words[q][0]), tiny_codes(words[q][1])
         part = zero
         for h in (0, 2):
             a = [low[h], high[h], low[h + 1], high[h + 1]]
-            part = mma_half(part, a, x[4 * q + h : 4 * q + h + 2])
+            part = ins.mma_bf16(part, a, x[4 * q + h : 4 * q + h + 2])
         a, b = low_scales.value(q), high_scales.value(q)
         sums = [
             sums[0] + part[0] * a,
@@ -68,9 +61,7 @@ def multiply(sums, rows, step, scales, scale_step, groups, x):
             sums[2] + part[2] * b,
             sums[3] + part[3] * b,
         ]
-    nan = Float32(float("nan"))
-    low_bad, high_bad = low_scales.has_nan() != Uint32(0), high_scales.has_nan() != Uint32(0)
-    return [cutlass.select_(low_bad if j < 2 else high_bad, nan, sums[j]) for j in range(4)]
+    return keep_nan(sums, low_scales.words, high_scales.words)
 
 
 class Common:
@@ -89,7 +80,7 @@ class Common:
             for n, s in enumerate(config.stages)
             if s.kind == "experts_up" and s.steps[0] == stage.steps[0]
         )
-        self.o = o = config.plans[up].options
+        self.o = config.plans[up].options
         self.produce = make_produce(self)
         self.base_offset = config.stage_smem[up]
 
@@ -158,59 +149,65 @@ def make_produce(common):
     down_row, down_scales = o.i // 2, o.i_groups
     scales_at = 16 * o.stride
     down_scales_at = o.entries * o.rows * down_row
+    # No more than slots: of two phases of a barrier a wait would miss one.
+    in_flight = min(IN_FLIGHT, o.slots)
 
     def expert_of(at, entry):
         return Int64(Int32(shared_word(at + (o.experts_at + entry * 4))))
 
     @cute.jit
-    def up_slot(at: Int32, c: Int32, slot: Int32):
-        """A row a lane: 8 gate rows, 8 up rows; then the scales of either."""
+    def up_slot(at: Int32, c: Int32, slot: Int32, part: Int32):
+        """8 gate rows, or 8 up rows, one a lane, and their scales."""
         unit = ctx.cta + c * ctx.ctas
         entry = unit // o.up_tiles
         first = expert_of(at, entry) * o.i + Int64((unit - entry * o.up_tiles) * UP_COLUMNS)
         full, into = common.full(at, slot), common.slot(at, slot)
         if ctx.lane == 0:
-            bulk.expect(full, Int32(16 * (row + scale_row)))
+            bulk.expect(full, Int32(8 * (row + scale_row)))
         cute.arch.sync_warp()
-        if ctx.lane < 16:
-            gate, up = (Int64(ctx.address(v).toint()) for v in (w1, w3))
-            source = cutlass.select_(ctx.lane < 8, gate, up)
-            source = source + (first + Int64(ctx.lane % 8)) * row
-            bulk.copy(into + ctx.lane * o.stride, source, Int32(row), full)
-        elif ctx.lane < 18:
-            gate, up = (Int64(ctx.address(v).toint()) for v in (s1, s3))
-            source = cutlass.select_(ctx.lane == 16, gate, up) + first * scale_row
-            target = into + (scales_at + (ctx.lane - 16) * (8 * scale_row))
-            bulk.copy(target, source, Int32(8 * scale_row), full)
+        if ctx.lane < 9:
+            w = [Int64(ctx.address(v).toint()) for v in (w1, w3, s1, s3)]
+            is_row, gate = ctx.lane < 8, part == 0
+            codes = cutlass.select_(gate, w[0], w[1]) + (first + Int64(ctx.lane)) * row
+            scales = cutlass.select_(gate, w[2], w[3]) + first * scale_row
+            source = cutlass.select_(is_row, codes, scales)
+            target = cutlass.select_(
+                is_row, (part * 8 + ctx.lane) * o.stride, scales_at + part * (8 * scale_row)
+            )
+            size = cutlass.select_(is_row, Int32(row), Int32(8 * scale_row))
+            bulk.copy(into + target, source, size, full)
 
     @cute.jit
-    def down_slot(at: Int32, c: Int32, slot: Int32, count: Int32):
-        """An expert's rows a lane, its scales another."""
+    def down_slot(at: Int32, c: Int32, slot: Int32, count: Int32, part: Int32):
+        """Rows of an expert a lane, or their scales."""
         chunks = common.chunks(count)
         turn = c // chunks
         begin = (c - turn * chunks) * o.entries
         here = cutlass.min(count - begin, Int32(o.entries))
         tile = ctx.cta + turn * ctx.ctas
         full, into = common.full(at, slot), common.slot(at, slot)
+        codes = part == 0
+        size = cutlass.select_(codes, Int32(o.rows * down_row), Int32(o.rows * down_scales))
         if ctx.lane == 0:
-            bulk.expect(full, here * (o.rows * (down_row + down_scales)))
+            bulk.expect(full, here * size)
         cute.arch.sync_warp()
-        index = ctx.lane % 16
-        if index < here:
-            first = expert_of(at, begin + index) * o.z + Int64(tile * o.rows)
-            codes, scales = (Int64(ctx.address(v).toint()) for v in (w2, s2))
-            if ctx.lane < 16:
-                target = into + index * (o.rows * down_row)
-                bulk.copy(target, codes + first * down_row, Int32(o.rows * down_row), full)
-            else:
-                target = into + (down_scales_at + index * (o.rows * down_scales))
-                size = Int32(o.rows * down_scales)
-                bulk.copy(target, scales + first * down_scales, size, full)
+        if ctx.lane < here:
+            first = expert_of(at, begin + ctx.lane) * o.z + Int64(tile * o.rows)
+            base = [Int64(ctx.address(v).toint()) for v in (w2, s2)]
+            source = cutlass.select_(
+                codes, base[0] + first * down_row, base[1] + first * down_scales
+            )
+            target = cutlass.select_(codes, Int32(0), Int32(down_scales_at)) + ctx.lane * size
+            bulk.copy(into + target, source, size, full)
 
     @cute.jit
     def produce(at: Int32, begin: Int32, end: Int32, units: Int32, count: Int32):
         """Load slots `begin` to `end`; the first `units` of all are of `experts_up`."""
+        part = ctx.warp - PRODUCER
         for c in cutlass.range(begin, end, unroll=1):
+            if c >= in_flight:
+                turn = (c - in_flight) // o.slots
+                bulk.wait(common.full(at, c - in_flight - turn * o.slots), turn & 1)
             turn = c // o.slots
             slot = c - turn * o.slots
             if turn > 0:
@@ -221,9 +218,9 @@ def make_produce(common):
                     bulk.wait(common.done(at, slot), before)
             bulk.after_others()
             if c < units:
-                up_slot(at, c, slot)
+                up_slot(at, c, slot, part)
             else:
-                down_slot(at, c - units, slot, count)
+                down_slot(at, c - units, slot, count, part)
 
     return produce
 
@@ -238,7 +235,7 @@ def make_build(common):
     def build(at: Int32):
         cute.arch.sync_threads()  # this memory had other users
         if ctx.thread < o.slots:
-            bulk.start(common.full(at, ctx.thread), 1)
+            bulk.start(common.full(at, ctx.thread), 2)
             bulk.start(common.done(at, ctx.thread), WORKERS)
             bulk.start(common.free(at, ctx.thread), 1)
         cute.arch.mbarrier_init_fence()
@@ -302,6 +299,13 @@ def make_up(ctx, number):
     lanes_a_row = o.groups  # 16 bytes each of a worker's own part of a row
     scales_at = 16 * o.stride
 
+    def scales_of(row):
+        """The worker's scales of a row."""
+        first = ctx.warp * o.groups
+        if o.z_groups % 4 == 0 and o.groups % 4 != 0:
+            return UnalignedScales(row, first, o.groups)
+        return Scales(row + first, o.groups)
+
     def tokens():
         """The worker's columns of token g, bfloat16."""
         g, t = ctx.lane // 4, ctx.lane % 4
@@ -312,7 +316,7 @@ def make_up(ctx, number):
 
     @cute.jit
     def scaled(at: Int32, words: list):
-        """The same as float16, times the power of two that fits the token; its inverse is kept."""
+        """The same times the power of two that fits the token; its inverse is kept."""
         g, t = ctx.lane // 4, ctx.lane % 4
         top = Uint32(0)
         for four in words:
@@ -327,22 +331,22 @@ def make_up(ctx, number):
         ins.barrier(1, WORKERS * 32)
         for w in range_constexpr(o.workers):
             top = highest(top, shared_word(at + (o.largest_at + w * 32 + g * 4)))
-        exponent = highest(top >> Uint32(23), Uint32(1))
+        exponent = highest(top >> Uint32(23), Uint32(TOKEN_EXPONENT))
         # Of rows with infinities or NaN any scale gives the same.
         exponent = cutlass.select_(exponent > Uint32(253), Uint32(253), exponent)
         if ctx.warp == 0:
             ins.store_words(at + (o.factors_at + g * 4), [exponent << Uint32(23)], 4, "shared")
-        factor = ins.as_float((Uint32(254) - exponent) << Uint32(23))
+        factor = ins.as_float((Uint32(254 + TOKEN_EXPONENT) - exponent) << Uint32(23))
         found = []
         for four in words:
             values = [v * factor for word in four for v in ins.unpack_bf16(word)]
-            found += [pack_half(values[j], values[j + 4]) for j in range(4)]
+            found += [ins.pack_bf16(values[j], values[j + 4]) for j in range(4)]
         return found
 
     @cute.jit
-    def work(at: Int32, units: Int32):
+    def work(at: Int32, units: Int32, words: list):
         """A worker's columns of every unit; the sums go where its codes were."""
-        x = scaled(at, tokens())
+        x = scaled(at, words)
         g, t = ctx.lane // 4, ctx.lane % 4
         codes = ctx.warp * (o.groups * 16)
         mine = codes + (ctx.lane // lanes_a_row) * o.stride + (ctx.lane % lanes_a_row) * 16
@@ -351,13 +355,13 @@ def make_up(ctx, number):
             bulk.wait(common.full(at, slot), parity)
             here = common.slot(at, slot)
             if ctx.warp < o.workers:
+                scales = here + (scales_at + g * o.z_groups)
                 sums = multiply(
                     [Float32(0.0) for _ in range(4)],
                     here + (codes + g * o.stride + t * 4),
                     8 * o.stride,
-                    here + (scales_at + g * o.z_groups + ctx.warp * o.groups),
-                    8 * o.z_groups,
-                    o.groups,
+                    scales_of(scales),
+                    scales_of(scales + 8 * o.z_groups),
                     x,
                 )
                 cute.arch.sync_warp()
@@ -396,12 +400,15 @@ def make_up(ctx, number):
             for j in range_constexpr(2):
                 factor = ins.as_float(factors[j])
                 gate, up = ins.round_bf16(
-                    [v * Float32(CODE_SCALE) * factor for v in (total[j], total[j + 2])]
+                    [
+                        v * Float32(CODE_SCALE / 2.0**TOKEN_EXPONENT) * factor
+                        for v in (total[j], total[j + 2])
+                    ]
                 )
                 value = situ(gate, up, o.beta, o.linear_beta)
                 values.append(ins.round_bf16([value])[0] * Float32(o.h_scale))
             given = cute.arch.shuffle_sync_bfly(cutlass.select_(low, values[1], values[0]), 16)
-            word = pack_half(
+            word = ins.pack_bf16(
                 cutlass.select_(low, values[0], given), cutlass.select_(low, given, values[1])
             )
             pair = cutlass.select_(low, pairs[0], pairs[1])
@@ -419,16 +426,17 @@ def make_up(ctx, number):
     @cute.jit
     def run():
         at = common.base()
+        words = tokens()
         build(at)
         count = common.count(at)
         units = common.units(count)
-        if ctx.warp == PRODUCER:
-            ahead = cutlass.min(common.tiles() * common.chunks(count), Int32(o.slots))
-            common.produce(at, Int32(0), units + ahead, units, count)
+        loads = units + cutlass.min(common.tiles() * common.chunks(count), Int32(o.slots))
+        if (ctx.warp == PRODUCER) | (ctx.warp == PRODUCER + 1):
+            common.produce(at, Int32(0), loads, units, count)
         elif ctx.warp == REDUCER:
             reduce(at, units)
         elif ctx.warp < WORKERS:
-            work(at, units)
+            work(at, units, words)
 
     return None, run
 
@@ -456,6 +464,10 @@ def make_down(ctx, number):
         found = [ins.load_global16(source + q * 64, live) for q in range(o.down_groups)]
         return [word for four in found for word in four]
 
+    def h_of(ahead, at, entry, count, piece):
+        """What was fetched ahead, if a slot's groups are few enough for that."""
+        return ahead if pieces == 1 else fetch(at, entry, count, piece)
+
     @cute.jit
     def work(at: Int32, first: Int32, count: Int32):
         """16 rows of one expert of every slot of a tile, slots from number `first` on."""
@@ -469,10 +481,10 @@ def make_down(ctx, number):
         entry = index
         if index >= o.entries:
             entry = count
-        near = fetch(at, entry, count, 0)
+        near = fetch(at, entry, count, 0) if pieces == 1 else []
         for _ in cutlass.range(chunks, unroll=1):
             x = near
-            if const_expr(pieces == 1):
+            if const_expr(pieces == 1):  # of the next slot, on its way meanwhile
                 near = fetch(at, entry + o.entries, count, 0)
             bulk.wait(common.full(at, slot), parity)
             if entry < count:
@@ -482,19 +494,14 @@ def make_down(ctx, number):
                 )
                 sums = [Float32(0.0) for _ in range(4)]
                 for piece in range_constexpr(pieces):
-                    if const_expr(piece > 0):
-                        x = fetch(at, entry, count, piece)
                     sums = multiply(
                         sums,
                         here + piece * (o.down_groups * 16),
                         8 * row,
-                        scales + piece * o.down_groups,
-                        8 * scale_row,
-                        o.down_groups,
-                        x,
+                        Scales(scales + piece * o.down_groups, o.down_groups),
+                        Scales(scales + (piece * o.down_groups + 8 * scale_row), o.down_groups),
+                        h_of(x, at, entry, count, piece),
                     )
-                if const_expr(pieces > 1):
-                    near = fetch(at, entry + o.entries, count, 0)
                 pairs = common.pairs(at, entry, 2 * t)
                 for j in range_constexpr(2):
                     if pairs[j] >= 0:
@@ -540,7 +547,7 @@ def make_down(ctx, number):
         loads = common.tiles() * chunks
         first = Int32(0)
         for tile in cutlass.range(ctx.cta, o.down_tiles, ctx.ctas, unroll=1):
-            if ctx.warp == PRODUCER:
+            if (ctx.warp == PRODUCER) | (ctx.warp == PRODUCER + 1):
                 begin = cutlass.min(loads, first + o.slots)
                 end = cutlass.min(loads, first + chunks + o.slots)
                 common.produce(at, units + begin, units + end, units, count)

@@ -70,6 +70,9 @@ def make_body(config: LaunchConfig):
             cute.arch.griddepcontrol_launch_dependents()
         early()
         cute.arch.griddepcontrol_wait()
+        for _, run in made:  # loads that need no mailbox go out before the step counter is here
+            if const_expr(hasattr(run, "fetch")):
+                run.fetch()
         ctx.open_rings()
         if const_expr(config.program.trigger != "entry" and not by_linear):
             cute.arch.griddepcontrol_launch_dependents()

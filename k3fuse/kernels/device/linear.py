@@ -6,7 +6,8 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_co
 
 from k3fuse.kernels.device import instructions as ins
 from k3fuse.kernels.device.pointwise import Pointwise, rounded
-from k3fuse.kernels.linear import STEP, STEP_BYTES, TILE
+from k3fuse.kernels.linear import STEP, STEP_BYTES, TILE, parts_of
+from k3fuse.kernels.stages import POINTWISE, PUSHES
 
 
 def multiply_few(sums, step, x, w):
@@ -44,7 +45,9 @@ STAGING = 15  # named barrier; the groups of warps take those from 1 on
 
 
 class Held:
-    """What the part above the wait hands to the stage."""
+    """What the parts before the stage hand to it."""
+
+    fetched = ()
 
 
 def make(ctx, number):
@@ -142,7 +145,7 @@ def make(ctx, number):
 
     @cute.jit
     def start():
-        g, t, part, group, first, count, ring = here()
+        g, t, part, _, first, count, ring = here()
         rows = [row_address(tile_of(first, j), g) for j in range(o.nt)]
         # Chunk n goes to slot n % depth. State: chunks asked for; slot, chunk of its unit, unit
         # and weight rows of the next.
@@ -161,30 +164,53 @@ def make(ctx, number):
     def asking():
         return ctx.warp == o.warps
 
-    def count_of_cta():
-        return cutlass.max((o.tiles - ctx.cta + ctx.ctas - 1) // ctx.ctas, Int32(0))
+    # Whole tiles for all CTAs, then what is left in parts of `height` rows.
+    whole = o.tiles // ctx.ctas * ctx.ctas
+    parts = parts_of(o.tiles, ctx.ctas)
+    height = TILE // parts
+    items = whole + (o.tiles - whole) * parts
 
-    def row_of(tile):
-        return row_address(cutlass.min(tile, Int32(o.tiles - 1)), ctx.lane % TILE)
+    def count_of_cta():
+        return cutlass.max((items - ctx.cta + ctx.ctas - 1) // ctx.ctas, Int32(0))
+
+    def tile_at(item):
+        """Tile of an item, and which part of it (-1: all)."""
+        if parts == 1:
+            return cutlass.min(item, Int32(o.tiles - 1)), Int32(-1)
+        after = cutlass.min(item, Int32(items - 1)) - whole
+        tile = cutlass.select_(after < 0, item, whole + after // parts)
+        return tile, cutlass.select_(after < 0, Int32(-1), after % parts)
+
+    def in_part(part, row):
+        """Whether a row of a tile belongs to its part."""
+        return (part < 0) | (row // height == part)
 
     @cute.jit
-    def ask_until(state: list, last: Int32):
-        """Ask for chunks, in order, up to number `last`. State: chunk, which of its tile, tile,
-        weight row of this lane."""
-        number, piece, tile, row = state
+    def ask_until(state: list, last: Int32, last_item: Int32):
+        """Ask for chunks, in order, up to number `last`. State: chunk, which of its item, item,
+        its part, weight row of this lane."""
+        number, piece, item, part, row = state
         for _ in cutlass.range(number, last, unroll=1):
             if number >= o.ahead:
                 other = number - o.ahead
                 ins.wait_mbarrier(full_of(other % o.depth), (other // o.depth) & 1)
             if number >= o.depth:
                 ins.wait_mbarrier(empty_of(number % o.depth), (number // o.depth - 1) & 1)
+            if const_expr(triggers):
+                if number == last_item * chunks:
+                    cute.arch.griddepcontrol_launch_dependents()
             slot = number % o.depth
             size = Int32(slot_steps * STEP * 2)
             if const_expr(o.k % (slot_steps * STEP) != 0):
                 size = cutlass.min(size, row_bytes - piece * (slot_steps * STEP * 2))
+            mine = ctx.lane < TILE
+            rows = Int32(TILE)
+            if const_expr(parts > 1):
+                mine = mine & in_part(part, ctx.lane)
+                rows = cutlass.select_(part < 0, Int32(TILE), Int32(height))
             if ctx.lane == 0:
-                ins.expect_bytes(full_of(slot), size * TILE)
-            if ctx.lane < TILE:
+                ins.expect_bytes(full_of(slot), size * rows)
+            if mine:
                 place = ctx.shared + base_offset + slot * o.slot_bytes + ctx.lane * o.row_bytes
                 ins.copy_bulk(
                     place, row + Int64(piece * (slot_steps * STEP * 2)), size, full_of(slot)
@@ -193,9 +219,10 @@ def make(ctx, number):
             piece += 1
             if piece == chunks:
                 piece = Int32(0)
-                tile += ctx.ctas
-                row = row_of(tile)
-        return [number, piece, tile, row]
+                item += ctx.ctas
+                tile, part = tile_at(item)
+                row = row_address(tile, ctx.lane % TILE)
+        return [number, piece, item, part, row]
 
     @cute.jit
     def start_few():
@@ -204,9 +231,11 @@ def make(ctx, number):
             ins.init_mbarrier(empty_of(ctx.thread), o.split)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        state = [Int32(0), Int32(0), ctx.cta, row_of(ctx.cta)]
+        tile, part = tile_at(ctx.cta)
+        state = [Int32(0), Int32(0), ctx.cta, part, row_address(tile, ctx.lane % TILE)]
         if asking():
-            state = ask_until(state, cutlass.min(count_of_cta() * chunks, Int32(o.depth)))
+            count = count_of_cta()
+            state = ask_until(state, cutlass.min(count * chunks, Int32(o.depth)), count - 1)
         return state
 
     def before():
@@ -230,18 +259,23 @@ def make(ctx, number):
         words = ins.load_words(base + cutlass.select_(live, at, Int32(0)), 16, tokens_how)
         return [cutlass.select_(live, word, Uint32(0)) for word in words]
 
-    def copy_tokens(count, first, stride, place_of):
-        """Pieces of 16 bytes into shared memory, up to 8 loads of a thread on their way."""
-        rounds = -(-count // stride)
-        for b in range(0, rounds, 8):
-            numbers = [
-                cutlass.min(first + r * stride, Int32(count - 1))
-                for r in range(b, min(b + 8, rounds))
-            ]
-            places = [place_of(number) for number in numbers]
-            words = [ins.load_words(ctx.address(o.x) + at, 16) for at, _ in places]
-            for (_, to), four in zip(places, words):
-                ins.store_words(ctx.shared + staged + to, four, 16, "shared")
+    def load_tokens(places):
+        return [ins.load_words(ctx.address(o.x) + at, 16) for at, _ in places]
+
+    def store_tokens(places, words):
+        for (_, to), four in zip(places, words, strict=True):
+            ins.store_words(ctx.shared + staged + to, four, 16, "shared")
+
+    def token_places(part):
+        """Where this thread's 16-byte pieces of the tokens are, and go in shared memory: of its
+        warp's slice, or of everything."""
+        if o.groups == 1 and o.mt == 0:
+            count, first, stride = o.m * o.steps * 4, ctx.lane, 32
+            place = place_in_slice(part)
+        else:
+            count, first, stride = o.m * (o.k // 8), ctx.thread, o.warps * 32
+            place = place_in_row
+        return [place(cutlass.min(first + at, Int32(count - 1))) for at in range(0, count, stride)]
 
     def place_in_slice(part):
         pieces = o.chunk * 4
@@ -261,18 +295,43 @@ def make(ctx, number):
         return number * 16, row * o.token_bytes + (number - row * (o.k // 8)) * 16
 
     @cute.jit
-    def stage_tokens(part: Int32):
-        """The tokens into shared memory: a warp its own slice, or all of them everything."""
-        if const_expr(o.groups == 1):
-            copy_tokens(o.m * o.steps * 4, ctx.lane, 32, place_in_slice(part))
+    def stage_tokens(part: Int32, words: list):
+        """The tokens into shared memory. words: those on their way already, or none."""
+        places = token_places(part)
+        if const_expr(len(words) > 0):
+            store_tokens(places, words)
+        else:
+            batch = 4 if o.mt else 8  # loads on their way
+            for at in range_constexpr(0, len(places), batch):
+                store_tokens(places[at : at + batch], load_tokens(places[at : at + batch]))
+        if const_expr(o.groups == 1 and o.mt == 0):
             cute.arch.sync_warp()
         else:
-            copy_tokens(o.m * (o.k // 8), ctx.thread, o.warps * 32, place_in_row)
             ins.barrier(STAGING, o.warps * 32)
 
-    def tail(b, row, column, pair, live, spread):
+    def other_operands():
+        """What follows a single map reads besides its results."""
+        if len(o.bundles) > 1 or len(o.bundles[0]) > 1 or widths[0] % 2:
+            return []
+        made = {program.steps[o.bundles[0][0]].results[0]}
+        found = []
+        for step in following_steps[0]:
+            if step.op not in PUSHES and made & {*step.operands, *step.results}:
+                made.update(step.results)
+                for value in step.operands:
+                    if step.op in POINTWISE and value not in made and value not in found:
+                        found.append(value)
+        return found
+
+    others = other_operands()
+
+    def early_operands(tile, row, t):
+        """Those, asked for before the weights are there."""
+        return [work.value(v, row, columns_of(0, tile, t), 2, {}) for v in others]
+
+    def tail(b, row, column, pair, live, spread, early):
         """What follows on one token and two columns of bundle b (one column of two maps)."""
-        known = {}
+        known = dict(zip(others, early, strict=False))  # none known early: evaluated here
         if len(o.bundles[b]) == 1:
             value = program.steps[o.bundles[b][0]].results[0]
             dtype = program.values[value].dtype
@@ -287,7 +346,7 @@ def make(ctx, number):
                     exists_too = column + i < widths[b]
                     finish(b, one, row, at, 1, live & exists_too, also(spread, exists_too))
         else:
-            for step, element in zip(o.bundles[b], pair):
+            for step, element in zip(o.bundles[b], pair, strict=False):
                 value = program.steps[step].results[0]
                 known[value] = rounded([element], program.values[value].dtype)
             at = cutlass.min(column, Int32(widths[b] - 1))
@@ -313,20 +372,32 @@ def make(ctx, number):
             return local * TILE + 2 * t < widths[b]
         return local * (TILE // 2) + t < widths[b]
 
-    def tails_of(n, tile, row, t, g, a, b, live):
+    def tails_of(n, tile, portion, row, t, g, a, b, live, early):
         here = exists(n, tile, t)
+        if o.mt == 0 and parts > 1:
+            here = here & in_part(portion, 2 * t)
         # One token: all lane groups hold the same sums, so each sends to peers of its own.
         spread = (g, here) if o.m == 1 else None
-        tail(n, row, columns_of(n, tile, t), (a, b), live & here, spread)
+        tail(n, row, columns_of(n, tile, t), (a, b), live & here, spread, early)
 
     @cute.jit
-    def tails(tile: Int32, row: Int32, t: Int32, g: Int32, a: Float32, b: Float32, live: Boolean):
+    def tails(
+        tile: Int32,
+        portion: Int32,
+        row: Int32,
+        t: Int32,
+        g: Int32,
+        a: Float32,
+        b: Float32,
+        live: Boolean,
+        early: list,
+    ):
         for n in range_constexpr(len(o.bundles)):
             if const_expr(len(o.bundles) == 1):
-                tails_of(n, tile, row, t, g, a, b, live)
+                tails_of(n, tile, portion, row, t, g, a, b, live, early)
             else:
                 if (tile >= o.starts[n]) & (tile < o.starts[n + 1]):
-                    tails_of(n, tile, row, t, g, a, b, live)
+                    tails_of(n, tile, portion, row, t, g, a, b, live, early)
 
     def wait_for(number):
         ins.wait_mbarrier(full_of(number % o.depth), (number // o.depth) & 1)
@@ -366,20 +437,21 @@ def make(ctx, number):
         ]
 
     @cute.jit
-    def consume():
+    def consume(fetched: list):
         g, t = ctx.lane // 4, ctx.lane % 4
         part = ctx.warp % o.split
         group = ctx.warp // o.split
         row = cutlass.min(g, Int32(o.m - 1))  # lanes beyond M repeat the last token
         line = TILE * 4  # bytes of a token's sums of a tile
         if const_expr(o.tokens_in == "shared" and private is None):
-            stage_tokens(part)
-        kept = []
-        if const_expr(o.tokens_in == "registers" and private is None and o.heads == 0):
+            stage_tokens(part, fetched)
+        kept = fetched
+        if const_expr(keeps and len(kept) == 0):
             kept = slice_of(token_base(row, Int32(0)), part, t)
         for i in cutlass.range(group, count_of_cta(), o.groups, unroll=1):
-            tile = ctx.cta + i * ctx.ctas
+            tile, portion = tile_at(ctx.cta + i * ctx.ctas)
             first = i * chunks
+            early = early_operands(tile, row, t)
             sums = [Float32(0.0) for _ in range(16)]
             base = token_base(row, tile)
             if const_expr(o.tokens_in == "registers" and private is None):
@@ -395,7 +467,9 @@ def make(ctx, number):
                     sums = multiply_chunk(sums, words, at, j, part, t)
             else:
                 for j in cutlass.range(chunks, unroll=1):
-                    words = [quad(token_words(base, step_of(j, part, q), t)) for q in range(o.chunk)]
+                    words = [
+                        quad(token_words(base, step_of(j, part, q), t)) for q in range(o.chunk)
+                    ]
                     wait_for(first + j)
                     if j > 0:
                         release(first + (j - 1))
@@ -408,12 +482,10 @@ def make(ctx, number):
             mine = None
             if const_expr(o.m < TILE):
                 mine = g < o.m
-            ins.store_shared_pair(
-                board + (ctx.warp * (o.m * line) + g * line + t * 8), a, b, mine
-            )
+            ins.store_shared_pair(board + (ctx.warp * (o.m * line) + g * line + t * 8), a, b, mine)
             release(first + (chunks - 1))
             if const_expr(o.split == 1):
-                tails(tile, row, t, g, a, b, g < o.m)
+                tails(tile, portion, row, t, g, a, b, g < o.m, early)
             else:
                 ins.barrier(group + 1, o.split * 32)
                 if part == turn % o.split:
@@ -424,16 +496,14 @@ def make(ctx, number):
                         u, v = ins.load_shared_pair(place + r * (o.m * line))
                         total_a = total_a + u
                         total_b = total_b + v
-                    tails(tile, row, t, g, total_a, total_b, g < o.m)
+                    tails(tile, portion, row, t, g, total_a, total_b, g < o.m, early)
 
     @cute.jit
-    def run_few(state: list):
+    def run_few(state: list, fetched: list):
         if asking():
-            ask_until(state, count_of_cta() * chunks)
-            if const_expr(triggers):
-                cute.arch.griddepcontrol_launch_dependents()
+            ask_until(state, count_of_cta() * chunks, count_of_cta() - 1)
         if ctx.warp < o.warps:
-            consume()
+            consume(fetched)
 
     @cute.jit
     def run_many(state: list):
@@ -445,6 +515,9 @@ def make(ctx, number):
         ]
         line = o.nt * TILE * 4
         mine = o.tokens * line
+        if const_expr(o.tokens_in == "shared" and private is None):
+            if ctx.warp < o.warps:
+                stage_tokens(part, [])
         slot = Int32(0)
         board = ctx.shared + (base_offset + o.ring_bytes)
         for i in cutlass.range(count, unroll=1):
@@ -490,14 +563,33 @@ def make(ctx, number):
                     total_a = total_a + u
                     total_b = total_b + v
                 tile = unit * o.nt + n
-                tails(tile, token, pair - 4 * n, g, total_a, total_b, tile < o.tiles)
+                tails(tile, Int32(-1), token, pair - 4 * n, g, total_a, total_b, tile < o.tiles, [])
             ins.barrier(group + 1, o.split * 32)
         drain()
 
     def drain():
         cute.arch.cp_async_wait_group(0)
 
-    def run():
-        (run_many if o.mt else run_few)(held.state)
+    keeps = o.tokens_in == "registers" and private is None and o.heads == 0
 
+    def fetch():
+        """Ask for the tokens before anything else behind the wait, if registers can hold them."""
+        part = ctx.warp % o.split
+        if keeps:
+            row = cutlass.min(ctx.lane // 4, Int32(o.m - 1))
+            held.fetched = slice_of(token_base(row, Int32(0)), part, ctx.lane % 4)
+        else:
+            places = token_places(part)
+            if len(places) <= 8:
+                held.fetched = load_tokens(places)
+
+    def run():
+        if o.mt:
+            run_many(held.state)
+        else:
+            run_few(held.state, list(held.fetched))
+
+    outside = config.stages[number].level == 0 and private is None
+    if config.rings and o.mt == 0 and outside and (keeps or o.tokens_in == "shared"):
+        run.fetch = fetch
     return before, run

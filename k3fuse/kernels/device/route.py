@@ -83,16 +83,23 @@ def make(ctx, number):
 
     @cute.jit
     def rank(at: Int32):
-        """Each candidate's place among all; the first `top_k` leave their id and score."""
-        for c in cutlass.range(ctx.thread, o.candidates, ctx.threads, unroll=1):
+        """Each candidate's place among all; the first `top_k` leave their id and score.
+
+        A warp takes a candidate at a time, and each lane compares it with some of all.
+        """
+        others = []
+        for i in range_constexpr(-(-o.candidates // 32)):
+            c = cutlass.min(ctx.lane + i * 32, Int32(o.candidates - 1))
+            others.append(ins.load_words(at + (o.candidates_at + c * 8), 8, "shared"))
+        for c in cutlass.range(ctx.warp, o.candidates, ctx.warps, unroll=1):
             order, inverted = ins.load_words(at + (o.candidates_at + c * 8), 8, "shared")
             place = Int32(0)
-            for other in cutlass.range(o.candidates, unroll=8):
-                theirs = ins.load_words(at + (o.candidates_at + other * 8), 8, "shared")
-                before = better(theirs[0], theirs[1], order, inverted)
-                place += cutlass.select_(before, Int32(1), Int32(0))
+            for i in range_constexpr(len(others)):
+                before = better(others[i][0], others[i][1], order, inverted)
+                before = before & (ctx.lane + i * 32 < o.candidates)
+                place += cute.arch.popc(Int32(cute.arch.vote_ballot_sync(before)))
             # Order 0 marks a slice with fewer scores than rounds: never among the first.
-            if (place < o.top_k) & (order != Uint32(0)):
+            if (place < o.top_k) & (order != Uint32(0)) & (ctx.lane == 0):
                 score = ins.load_words(at + Int32(~inverted) * 4, 4, "shared")[0]
                 ins.store_words(at + (o.chosen_at + place * 8), [~inverted, score], 8, "shared")
 
