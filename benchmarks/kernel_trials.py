@@ -13,16 +13,15 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import queue
-import subprocess
 import sys
-import threading
 import time
 import traceback
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout, not installed
+
+from benchmarks.gpu_worker import Worker, gpu_facts, say
 
 ARCH = "sm_90a"
 SECONDS = 30  # for one trial
@@ -167,7 +166,17 @@ def run(folder: Path, arguments: argparse.Namespace) -> int:
     results: list[dict[str, Any]] = []
     failed_starts, begin = 0, time.monotonic()
     while len(results) < len(items) and failed_starts < 3:
-        worker = Worker(folder, len(results), arguments.only)
+        worker = Worker(
+            [
+                __file__,
+                "worker",
+                str(folder),
+                "--first",
+                str(len(results)),
+                "--only",
+                arguments.only,
+            ]
+        )
         first = worker.line(START_SECONDS)
         if first is None or "gpu" not in first:
             failed_starts += 1
@@ -179,7 +188,7 @@ def run(folder: Path, arguments: argparse.Namespace) -> int:
             if line is None:
                 item = items[len(results)]
                 line = {"kind": item["kind"], "name": item["name"], "ok": False}
-                results.append({**line, "wrong": [worker.why()]})
+                results.append({**line, "wrong": [worker.why(SECONDS)]})
                 break
             results.append(line)
         worker.end()
@@ -216,44 +225,8 @@ def chosen(item: dict[str, Any], only: str) -> bool:
     return any(pattern in f"{item['kind']} {item['name']}" for pattern in only.split(","))
 
 
-class Worker:
-    """A process that prints one JSON line an item, from item `first` on."""
-
-    def __init__(self, folder: Path, first: int, only: str):
-        command = [sys.executable, __file__, "worker", str(folder), "--first", str(first)]
-        command += ["--only", only]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        self.lines: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for text in self.process.stdout:
-            self.lines.put(text)
-        self.lines.put(None)
-
-    def line(self, seconds: float) -> dict[str, Any] | None:
-        """The next result; None after the time limit or the end of the process."""
-        try:
-            text = self.lines.get(timeout=seconds)
-        except queue.Empty:
-            return None
-        return None if text is None else json.loads(text)
-
-    def why(self) -> str:
-        try:
-            return f"the process ended with code {self.process.wait(timeout=2)}"
-        except subprocess.TimeoutExpired:
-            return f"no result after {SECONDS} s"
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait(timeout=20)
-
-
 def work(folder: Path, arguments: argparse.Namespace) -> None:
     """Run one item after the other."""
-    import torch
 
     from k3fuse.alone.launching import Case, Kernel
     from k3fuse.alone.parity import parity
@@ -261,16 +234,8 @@ def work(folder: Path, arguments: argparse.Namespace) -> None:
     from k3fuse.kernels.program_json import program_from
     from k3fuse.runtime.launcher import KernelFolder
 
-    torch.zeros(1, device="cuda")  # makes the context that the launcher uses
+    say(gpu_facts())
     kernels = KernelFolder(folder)
-    driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    gpu = {"gpu": torch.cuda.get_device_name(0), "driver": driver.stdout.strip()}
-    say({**gpu, "torch": torch.__version__})
     data = json.loads((folder / "trials.json").read_text())
     known = {trial.title: trial for trial in trials()}
     compared: dict[tuple[str, str], dict[str, Any]] = {}
@@ -313,10 +278,6 @@ def work(folder: Path, arguments: argparse.Namespace) -> None:
         say(result)
         if "CUDA" in str(result.get("wrong", "")):  # the context may be lost: start anew
             sys.exit(3)
-
-
-def say(data: dict[str, Any]) -> None:
-    print(json.dumps(data), flush=True)
 
 
 def main() -> None:

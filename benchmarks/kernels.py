@@ -14,10 +14,7 @@ import argparse
 import datetime
 import json
 import os
-import queue
-import subprocess
 import sys
-import threading
 import time
 import traceback
 from collections import Counter
@@ -25,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # runs from a checkout, not installed
+
+from benchmarks.gpu_worker import Worker, gpu_facts, say
 
 TOKENS = (1, 2, 3, 5, 8, 16, 33, 64)
 SETS: dict[str, tuple[tuple[str, int, tuple[int, ...], int], ...]] = {
@@ -180,7 +179,7 @@ def run(folder: Path, arguments: argparse.Namespace) -> int:
     results: list[dict[str, Any]] = []
     failed_starts, begin = 0, time.monotonic()
     while len(results) < len(listed) and failed_starts < 3:
-        worker = Worker(folder, len(results), arguments)
+        worker = Worker(worker_command(folder, len(results), arguments))
         first = worker.line(START_SECONDS)
         if first is None or "gpu" not in first:
             failed_starts += 1
@@ -193,7 +192,7 @@ def run(folder: Path, arguments: argparse.Namespace) -> int:
             line = worker.line(SECONDS)
             if line is None:
                 case = {k: v for k, v in listed[len(results)].items() if k != "program"}
-                results.append({**case, "ok": False, "why": worker.why()})
+                results.append({**case, "ok": False, "why": worker.why(SECONDS)})
             else:
                 results.append(line)
             print(json.dumps(results[-1] if arguments.verbose else short(results[-1])), flush=True)
@@ -239,51 +238,11 @@ def chosen(case: dict[str, Any], only: str) -> bool:
     return any(pattern in text for pattern in only.split(","))
 
 
-class Worker:
-    """A process that prints one JSON line a case, from case `first` on."""
-
-    def __init__(self, folder: Path, first: int, arguments: argparse.Namespace):
-        command = [sys.executable, __file__, "worker", str(folder), "--first", str(first)]
-        command += ["--only", arguments.only, "--replays", str(arguments.replays)]
-        command += ["--seed", str(arguments.seed)]
-        command += ["--time"] if arguments.time else []
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        self.lines: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for text in self.process.stdout:
-            self.lines.put(text)
-        self.lines.put(None)
-
-    def line(self, seconds: float) -> dict[str, Any] | None:
-        """The next result; None after the time limit or the end of the process."""
-        limit = time.monotonic() + seconds
-        while True:
-            try:
-                text = self.lines.get(timeout=max(0.0, limit - time.monotonic()))
-            except queue.Empty:
-                return None
-            if text is None:
-                return None
-            try:
-                return json.loads(text)
-            except json.JSONDecodeError:
-                print(text, end="", file=sys.stderr)
-
-    def why(self) -> str:
-        try:
-            return f"the process ended with code {self.process.wait(timeout=2)}"
-        except subprocess.TimeoutExpired:
-            return f"no result after {SECONDS} s"
-
-    def end(self) -> None:
-        self.process.kill()
-        try:
-            self.process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            print("a worker does not end; going on without it", file=sys.stderr)
+def worker_command(folder: Path, first: int, arguments: argparse.Namespace) -> list[str]:
+    """A worker that checks the cases from number `first` on."""
+    command = [__file__, "worker", str(folder), "--first", str(first), "--only", arguments.only]
+    command += ["--replays", str(arguments.replays), "--seed", str(arguments.seed)]
+    return [*command, "--time"] if arguments.time else command
 
 
 def work(folder: Path, arguments: argparse.Namespace) -> None:
@@ -295,21 +254,8 @@ def work(folder: Path, arguments: argparse.Namespace) -> None:
     from k3fuse.kernels.program_json import program_from
     from k3fuse.runtime.launcher import KernelFolder
 
-    torch.zeros(1, device="cuda")  # makes the context that the launcher uses
+    say(gpu_facts())
     kernels = KernelFolder(folder)
-    driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    say(
-        {
-            "gpu": torch.cuda.get_device_name(0),
-            "driver": driver.stdout.strip(),
-            "torch": torch.__version__,
-        }
-    )
     listed = [case for case in read_cases(folder) if chosen(case, arguments.only)]
     for number, case in enumerate(listed[arguments.first :], arguments.first):
         program = program_from(case.pop("program"))
@@ -332,10 +278,6 @@ def work(folder: Path, arguments: argparse.Namespace) -> None:
             os._exit(3)
         if torch.cuda.memory_reserved() > 60 * 1000**3:
             torch.cuda.empty_cache()
-
-
-def say(data: dict[str, Any]) -> None:
-    print(json.dumps(data), flush=True)
 
 
 def main() -> None:
