@@ -101,6 +101,7 @@ def _print(data: Mapping[str, Any], compiled: CompiledKernel) -> None:
     rows = [
         ("ops", data["ops"]),
         ("stages", "; ".join(_stage(stage) for stage in data["stages"])),
+        ("families", "; ".join(_family(stage) for stage in data["stages"])),
         ("architecture", compiled.arch),
         ("grid, block", f"{compiled.grid}, {compiled.block}"),
         ("cluster", str(compiled.cluster or "none")),
@@ -124,6 +125,12 @@ def _print(data: Mapping[str, Any], compiled: CompiledKernel) -> None:
     for row in rows:
         table.add_row(*row)
     console.print(table)
+
+
+def _family(stage: Mapping[str, Any]) -> str:
+    """The family taken, and those before it in the table with their reasons."""
+    refused = f" (not {', '.join(stage['not'])})" if stage["not"] else ""
+    return f"{stage['kind']}: {stage['family']}{refused}"
 
 
 def _stage(stage: Mapping[str, Any]) -> str:
