@@ -83,7 +83,7 @@ def check(
     go(launch, device)
     _Comparison(memory, inputs, initial, finding).all()
     if "errors" in memory.others:
-        words = memory.others["errors"].view("i32", (8,))
+        words = memory.others["errors"].view("i32", (12,))
         record = [int(word) for word in words]
         if any(record):
             finding.faults.append(f"a spin was given up: {record}")

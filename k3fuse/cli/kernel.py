@@ -129,7 +129,7 @@ def _print(data: Mapping[str, Any], compiled: CompiledKernel) -> None:
 
 def _family(stage: Mapping[str, Any]) -> str:
     """The family taken, and those before it in the table with their reasons."""
-    refused = f" (not {', '.join(stage['not'])})" if stage["not"] else ""
+    refused = f" (not {', '.join(stage['refused'])})" if stage["refused"] else ""
     return f"{stage['kind']}: {stage['family']}{refused}"
 
 

@@ -23,10 +23,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from k3fuse.kernels import experts_few
+from k3fuse.kernels.experts_few import columns_at_once
 from k3fuse.kernels.family import StagePlan, require
 from k3fuse.kernels.program import Program
-from k3fuse.kernels.stages import PUSHES, Stage
+from k3fuse.kernels.stages import Stage
 from k3fuse.target import Target
 
 MAX_TOKENS = 64  # bits of an expert's mask of tokens
@@ -196,7 +196,7 @@ def options_of(program: Program, stage: Stage) -> ExpertsOptions:
         up=up,
         down=down,
         split=split,
-        vector=_vector(program, step.results[0]),
+        vector=columns_at_once(program, step.results[0]),
         entries_at=places[0],
         pairs_at=places[1],
         weights_at=places[2],
@@ -225,20 +225,8 @@ def _down_chunk(packed: bool, groups: int) -> int:
     return max(fours or sizes)
 
 
-def _vector(program: Program, result: int) -> int:
-    """Columns of the result that a thread stores at once."""
-    sizes = [program.values[result].width]
-    for step in program.consumers(result):
-        if step.op in PUSHES:
-            sizes.append(program.values[result].width // program.tp)
-    return next(w for w in (4, 2, 1) if all(size % w == 0 for size in sizes))
-
-
 def plan_up(program: Program, stage: Stage, target: Target) -> StagePlan:
     """Units of the longest list, over the teams of a CTA; h in scratch."""
-    few = experts_few.options_of(program, stage, target)
-    if few is not None:
-        return experts_few.plan_up(few)
     o = options_of(program, stage)
     units = max_entries(o.m, o.k, o.experts) * o.up_tiles
     return StagePlan(
@@ -247,13 +235,11 @@ def plan_up(program: Program, stage: Stage, target: Target) -> StagePlan:
         smem=o.smem,
         scratch=o.pairs * o.i * 2,
         options=o,
+        late=True,
     )
 
 
 def plan_down(program: Program, stage: Stage, target: Target) -> StagePlan:
     """Tiles of the result; the lists and rings are those of `experts_up`."""
-    few = experts_few.options_of(program, stage, target)
-    if few is not None:
-        return experts_few.plan_down(few)
     o = options_of(program, stage)
-    return StagePlan(items=o.down_tiles, threads=WARPS * 32, options=o)
+    return StagePlan(items=o.down_tiles, threads=WARPS * 32, options=o, late=True)

@@ -13,7 +13,7 @@ worker takes 16 rows of one. The first slots are asked for before the barrier.
 
 Codes are multiplied as bfloat16 of value * 2^-126. So that products stay far from the ends of
 float32, a token is multiplied by the power of two that brings its largest element near 2^100, and
-h, which is bounded, by a constant. A scale of 2^-127 counts as 0.
+h, which is bounded, by a constant.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from k3fuse.kernels.family import StagePlan
+from k3fuse.kernels.family import StagePlan, require
 from k3fuse.kernels.program import Program
 from k3fuse.kernels.stages import PUSHES, Stage
 from k3fuse.target import Target
@@ -113,22 +113,25 @@ class FewOptions:
         return min(self.pairs, self.experts)
 
 
-def options_of(program: Program, stage: Stage, target: Target) -> FewOptions | None:
-    """None where the stage is not of this kind."""
+def options_of(program: Program, stage: Stage, target: Target) -> FewOptions:
+    """Sizes and memory of both stages."""
     step = program.steps[stage.steps[0]]
     held = [program.values[v] for v in step.operands]
-    if len(held) != 9 or step.attribute("activation") != "situ":
-        return None
+    require(len(held) == 9, "weights are not MXFP4")
+    require(step.attribute("activation") == "situ", "h is not bounded: takes SiTU only")
     z, ids, _, w1 = held[:4]
     m, k = ids.shape
     experts, i = w1.shape[0], w1.shape[1]
     groups = z.width // GROUP
     bound = float(step.attribute("beta") or 0.0) * float(step.attribute("linear_beta") or 0.0)
-    if m > MAX_TOKENS or m * k > MAX_PAIRS or i % GROUP or groups % 2 or not 0 < bound < 2**30:
-        return None
+    require(m <= MAX_TOKENS, f"{m} rows: holds up to {MAX_TOKENS}")
+    require(m * k <= MAX_PAIRS, f"{m} rows of {k} experts: holds {MAX_PAIRS} together")
+    require(i % GROUP == 0, f"I={i}: must be a multiple of {GROUP}")
+    require(groups % 2 == 0, f"Z={z.width}: must be a multiple of {2 * GROUP}")
+    require(0 < bound < 2**30, f"h is bounded by {bound:g}: must be within 2^30")
     workers = next((w for w in range(WORKERS, 0, -1) if groups % w == 0 and groups // w >= 2), 0)
-    if not workers or groups // workers > MAX_UP_GROUPS:
-        return None
+    share = groups // workers if workers else 0
+    require(0 < share <= MAX_UP_GROUPS, f"Z={z.width}: no even share for the registers of a warp")
     stride = z.width // 2 + 16  # an odd number of 16 bytes: no two rows meet in a bank
     rows = 16 if z.width // 16 <= target.sm_count else 32
     i_groups = i // GROUP
@@ -153,8 +156,7 @@ def options_of(program: Program, stage: Stage, target: Target) -> FewOptions | N
     at = -(-at // 128) * 128
     limit = min(SHARED_BYTES, target.smem_per_block)
     slots = min(MAX_SLOTS, (limit - at) // slot)
-    if slots < 2:
-        return None
+    require(slots >= 2, f"I={i}, Z={z.width}: two slots do not fit shared memory")
     return FewOptions(
         m=m,
         k=k,
@@ -164,14 +166,14 @@ def options_of(program: Program, stage: Stage, target: Target) -> FewOptions | N
         beta=float(step.attribute("beta") or 0.0),
         linear_beta=float(step.attribute("linear_beta") or 0.0),
         workers=workers,
-        groups=groups // workers,
+        groups=share,
         stride=stride,
         rows=rows,
         down_groups=i_groups if i_groups <= MAX_DOWN_GROUPS else math.gcd(i_groups, 4),
         h_scale=2.0 ** (TOKEN_EXPONENT - math.ceil(math.log2(bound))),
         slots=slots,
         slot_bytes=slot,
-        vector=_vector(program, step.results[0]),
+        vector=columns_at_once(program, step.results[0]),
         ids_at=places[0],
         weights_at=places[1],
         owners_at=places[2],
@@ -186,7 +188,7 @@ def options_of(program: Program, stage: Stage, target: Target) -> FewOptions | N
     )
 
 
-def _vector(program: Program, result: int) -> int:
+def columns_at_once(program: Program, result: int) -> int:
     """Columns of the result that a thread stores at once."""
     sizes = [program.values[result].width]
     for step in program.consumers(result):
@@ -195,17 +197,20 @@ def _vector(program: Program, result: int) -> int:
     return next(w for w in (4, 2, 1) if all(size % w == 0 for size in sizes))
 
 
-def plan_up(o: FewOptions) -> StagePlan:
+def plan_up(program: Program, stage: Stage, target: Target) -> StagePlan:
     """Units of the longest list; h in scratch."""
+    o = options_of(program, stage, target)
     return StagePlan(
         items=o.max_entries * o.up_tiles,
         threads=THREADS,
         smem=o.smem,
         scratch=o.pairs * o.i * 2,
         options=o,
+        late=True,
     )
 
 
-def plan_down(o: FewOptions) -> StagePlan:
+def plan_down(program: Program, stage: Stage, target: Target) -> StagePlan:
     """Tiles of the result; slots and lists are those of `experts_up`."""
-    return StagePlan(items=o.down_tiles, threads=THREADS, options=o)
+    o = options_of(program, stage, target)
+    return StagePlan(items=o.down_tiles, threads=THREADS, options=o, late=True)

@@ -21,6 +21,8 @@ class StagePlan:
 
     smem: bytes of shared memory of its own. scratch: bytes of global memory of its own, beside the
     values. options: a frozen dataclass of plain scalars for the device code (None: nothing).
+    late: it fills its shared memory only when it runs, not above the wait, so that behind a
+    barrier that may be the memory of stages before.
     """
 
     items: int
@@ -28,6 +30,7 @@ class StagePlan:
     smem: int = 0
     scratch: int = 0
     options: Any = None
+    late: bool = False
 
 
 Plan = Callable[[Program, Stage, Target], StagePlan]

@@ -188,9 +188,9 @@ def _configure(program: Program, target: Target, private_limit: int, debug: bool
         at += program.values[value].bytes
     stage_smem: list[int] = []
     base = _aligned(at, 128)
-    for stage, plan in zip(stages, plans, strict=True):
-        # Experts take the place of the stages before them, which are through by then.
-        place = base if stage.kind == "experts_up" else _aligned(at, 128)
+    for number, (stage, plan) in enumerate(zip(stages, plans, strict=True)):
+        through = all(before.level < stage.level for before in stages[:number])
+        place = base if plan.smem and plan.late and through else _aligned(at, 128)
         stage_smem.append(place)
         at = max(at, place + plan.smem)
     require(
@@ -311,7 +311,7 @@ def describe(config: LaunchConfig) -> dict[str, Any]:
             {
                 "kind": stage.kind,
                 "family": family.name,
-                "not": [f"{name}: {reason}" for name, reason in family.refusals],
+                "refused": [f"{name}: {reason}" for name, reason in family.refusals],
                 "ops": [config.program.steps[i].op for i in stage.steps],
                 "after_barriers": stage.level,
                 "private": stage.private,

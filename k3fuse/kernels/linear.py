@@ -83,10 +83,34 @@ def parts_of(tiles: int, ctas: int) -> int:
 
 
 @dataclass(frozen=True)
-class LinearOptions:
-    """bundles: the linear steps that share tiles; starts: first tile of each, and the end.
+class Maps:
+    """What a stage computes. x: the tokens, m rows of x_width; k: columns of W.
 
-    heads: rows of W of one head, which reads its own K columns of x (0: all read the same).
+    bundles: the linear steps that share tiles; starts: first tile of each, and the end. heads:
+    rows of W of one head, which reads its own K columns of x (0: all read the same).
+    """
+
+    m: int
+    k: int
+    x: int
+    x_width: int
+    bundles: tuple[tuple[int, ...], ...]
+    starts: tuple[int, ...]
+    heads: int
+
+    @property
+    def tiles(self) -> int:
+        return self.starts[-1]
+
+    @property
+    def all_steps(self) -> int:
+        return -(-self.k // STEP)
+
+
+@dataclass(frozen=True)
+class LinearOptions(Maps):
+    """How it is computed.
+
     split: warps that share a tile by slices of K; groups: of such warps in a CTA. nt: tiles of a
     warp, mt: blocks of 16 tokens (0: up to 8 tokens). chunk: steps of a warp in a ring slot;
     depth: slots; ahead: slots that are asked for and have not come, at most (up to 8 tokens).
@@ -94,12 +118,6 @@ class LinearOptions:
     CTA), or "memory".
     """
 
-    m: int
-    k: int
-    x: int
-    bundles: tuple[tuple[int, ...], ...]
-    starts: tuple[int, ...]
-    heads: int
     split: int
     groups: int
     nt: int
@@ -108,19 +126,10 @@ class LinearOptions:
     depth: int
     ahead: int
     tokens_in: Literal["registers", "shared", "memory"]
-    x_width: int
-
-    @property
-    def tiles(self) -> int:
-        return self.starts[-1]
 
     @property
     def warps(self) -> int:
         return self.split * self.groups
-
-    @property
-    def all_steps(self) -> int:
-        return -(-self.k // STEP)
 
     @property
     def chunks(self) -> int:
@@ -218,7 +227,7 @@ def _plan(
     program: Program,
     stage: Stage,
     target: Target,
-    make: Callable[..., LinearOptions],
+    make: Callable[[Maps, int, int, bool], LinearOptions],
     most: int,
 ) -> StagePlan:
     """Warps, tiles and ring of a stage."""
@@ -252,9 +261,8 @@ def _plan(
     )
     ring = SHARED_RING_BYTES if many else RING_BYTES
     ctas = target.sm_count - (ROUTING_SMS if many else 0)
-    options = make(
-        m, k, first.operands[0], x.width, bundles, tuple(starts), heads, ring, ctas, crowded
-    )
+    maps = Maps(m, k, first.operands[0], x.width, bundles, tuple(starts), heads)
+    options = make(maps, ring, ctas, crowded)
     units = -(-options.tiles // (options.nt * options.groups)) if options.mt else options.tiles
     if units < ctas and options.mt == 0:
         units *= parts_of(units, ctas)
@@ -266,21 +274,9 @@ def _plan(
     )
 
 
-def _few(
-    m: int,
-    k: int,
-    x: int,
-    x_width: int,
-    bundles: tuple[tuple[int, ...], ...],
-    starts: tuple[int, ...],
-    heads: int,
-    ring: int,
-    ctas: int,
-    crowded: bool,
-) -> LinearOptions:
+def _few(maps: Maps, ring: int, ctas: int, crowded: bool) -> LinearOptions:
     """Up to 8 tokens: a tile is cut into slots by columns, a slot into slices of the warps."""
-    steps = -(-k // STEP)
-    tiles = starts[-1]
+    m, heads, steps, tiles = maps.m, maps.heads, maps.all_steps, maps.tiles
     rounds = -(-tiles // min(tiles, ctas))
     chunks = -(-steps // (SLOT_STEPS if rounds > 1 else SHORT_SLOT_STEPS))
     width = -(-steps // chunks)
@@ -319,12 +315,7 @@ def _few(
     if groups > 1 and depth > groups * chunks:
         ahead = min(ahead, depth - groups * chunks)
     return LinearOptions(
-        m=m,
-        k=k,
-        x=x,
-        bundles=bundles,
-        starts=starts,
-        heads=heads,
+        **vars(maps),
         split=split,
         groups=groups,
         nt=1,
@@ -333,27 +324,14 @@ def _few(
         depth=depth,
         ahead=ahead,
         tokens_in=tokens_in,
-        x_width=x_width,
     )
 
 
-def _many(
-    m: int,
-    k: int,
-    x: int,
-    x_width: int,
-    bundles: tuple[tuple[int, ...], ...],
-    starts: tuple[int, ...],
-    heads: int,
-    ring: int,
-    ctas: int,
-    crowded: bool,
-) -> LinearOptions:
+def _many(maps: Maps, ring: int, ctas: int, crowded: bool) -> LinearOptions:
     """9 to 64 tokens. Every CTA reads all tokens from the L2 for each of its units, so a unit has
     as many tiles as still fill the GPU."""
-    steps = -(-k // STEP)
+    m, k, heads, steps, tiles = maps.m, maps.k, maps.heads, maps.all_steps, maps.tiles
     mt = -(-m // 16)
-    tiles = starts[-1]
     small = k <= SMALL_K or heads > 0
     groups = min(8, -(-tiles // ctas)) if small else 1
     split = min(8 // groups, steps)
@@ -378,12 +356,7 @@ def _many(
         ring = min(ring, 208 * 1024 - staged)
     room = (ring - 64 * 1024) // (split * groups * chunk * nt * STEP_BYTES)
     return LinearOptions(
-        m=m,
-        k=k,
-        x=x,
-        bundles=bundles,
-        starts=starts,
-        heads=heads,
+        **vars(maps),
         split=split,
         groups=groups,
         nt=nt,
@@ -392,7 +365,6 @@ def _many(
         depth=max(2, min(room, 8)),
         ahead=0,
         tokens_in="shared" if shared else "memory",
-        x_width=x_width,
     )
 
 

@@ -123,8 +123,3 @@ def threads_of(program: Program, stage: Stage, cluster: int) -> int:
     _, columns = shape_of(program, stage)
     vectors = -(-columns // (width_of(program, stage) * cluster))
     return min(MAX_THREADS, max(64, -(-vectors // 32) * 32))
-
-
-def element_bytes(program: Program, value: int) -> int:
-    """Bytes of an element."""
-    return ITEMSIZE[program.values[value].dtype]

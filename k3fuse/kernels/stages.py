@@ -260,12 +260,6 @@ class _Cutter:
                 self.home[step.results[0]] = rule  # o is complete before
 
 
-def private_bytes(program: Program, stage: Stage) -> int:
-    """Bytes of shared memory that hold the result of a private row stage."""
-    result = program.values[program.steps[stage.steps[-1]].results[0]]
-    return result.bytes
-
-
 def cut(program: Program, *, private_limit: int, private_reads: int) -> tuple[Stage, ...]:
     """Stages of a normalized program in order of execution.
 

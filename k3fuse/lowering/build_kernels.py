@@ -110,7 +110,14 @@ def _record(config: LaunchConfig, kernel: CompiledKernel, audited: bool) -> Kern
         barriers=config.barriers,
         spins=config.spins,
         stages=tuple(
-            KernelStage(s["kind"], tuple(s["ops"]), s["after_barriers"], s["private"])
+            KernelStage(
+                kind=s["kind"],
+                family=s["family"],
+                refused=tuple(s["refused"]),
+                ops=tuple(s["ops"]),
+                after_barriers=s["after_barriers"],
+                private=s["private"],
+            )
             for s in describe(config)["stages"]
         ),
         audited=audited,

@@ -23,7 +23,6 @@ KERNELS_FORMAT = 2
 
 CONTROL_BYTES = 256
 STEP_BYTES = 8
-ERRORS_BYTES = 64
 NO_WORD = -1
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
@@ -137,10 +136,13 @@ class KernelParameter:
 
 @dataclass(frozen=True)
 class KernelStage:
-    """What all CTAs do before they go on. after_barriers: grid barriers before it; private: every
-    CTA does all of it for itself."""
+    """What all CTAs do before they go on. family: what does it; refused: those that were preferred,
+    with their reasons. after_barriers: grid barriers before it; private: every CTA does all of it
+    for itself."""
 
     kind: str
+    family: str
+    refused: tuple[str, ...]
     ops: tuple[str, ...]
     after_barriers: int
     private: bool

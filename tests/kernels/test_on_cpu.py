@@ -227,6 +227,37 @@ def test_a_kernel_that_is_wrong_in_one_place_is_found(
     assert any(faults_of(program, replace(kernel, ptx=ptx), seed) for seed in range(4))
 
 
+class PeerLost(OnCpu):
+    """Empties the mailbox, value 0, before the launch."""
+
+    def bind(self, name: str, arguments: Mapping[str, Any]) -> Callable[[int], None]:
+        ring = self.program.values[0].ring
+        assert ring is not None
+        words = ring.stages * ring.stage_bytes // 4
+        memory_at(arguments["v0"], "f32", (words,)).fill_(-0.0)
+        return super().bind(name, arguments)
+
+
+def test_a_lost_peer_ends_a_debug_build_with_a_record(
+    dsl: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = importlib.import_module("k3fuse.kernels.device.context")
+    monkeypatch.setattr(context, "DEBUG_SPINS", 3)
+    build = importlib.import_module("k3fuse.kernels.device.launch").build
+    config = configure(example("slots_norm", "2,1,64"), get_target("sm_90a"), debug=True)
+    kernel = build(config, "sm_90a")
+    params = [{"name": p.name, "kind": p.kind} for p in kernel.params]
+    folder = PeerLost(kernel, config.program, seed=1)
+    facts = {"params": params, "scratch": config.scratch_bytes}
+    found = check(folder, "k", facts, config.program, device="cpu", seed=1, replays=0)
+    (record,) = (f for f in found.faults if f.startswith("a spin was given up"))
+    numbers = [int(n) & 0xFFFFFFFF for n in re.findall(r"-?\d+", record)]
+    assert numbers[0] > 0  # spins given up
+    assert numbers[6] == 0  # CTA
+    assert numbers[8] == 0  # the mailbox, value 0 of the program
+    assert numbers[10] == 0x80000000  # the word seen: empty
+
+
 def result_of(body: str, words: int = 32, ctas: int = 1, threads: int = 32) -> list[int]:
     """Words of memory, zeros at first, after instructions that have its address in %rd1."""
     data = torch.zeros(words, dtype=torch.int32)

@@ -94,7 +94,7 @@ def with_kernels() -> Contents:
         scratch=0,
         barriers=1,
         spins=True,
-        stages=(KernelStage("linear", ("linear", "add"), 0, False),),
+        stages=(KernelStage("linear", "few tokens", (), ("linear", "add"), 0, False),),
         audited=True,
     )
     argument = Argument("v0", "memory", step.plan.weights[0].value, step.plan.weights[0].value)

@@ -7,7 +7,7 @@ function read attributes of a captured object inside run-time loops, but not clo
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, range_constexpr
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 from k3fuse.kernels.device import instructions as ins
 from k3fuse.kernels.launch import LaunchConfig
@@ -351,27 +351,3 @@ def make_push_to_all(ctx):
         return push_to_all
 
     return {count: make(count) for count in (2, 4, 8, 16, 32)}
-
-
-def make_block_sum(ctx):
-    """Sums over all threads of a CTA, in a fixed order; the same bits in every thread."""
-    warps = ctx.warps
-
-    @cute.jit
-    def block_sum(values: list):
-        board = ctx.shared + ctx.config.board_offset
-        sums = [cute.arch.warp_reduction_sum(value) for value in values]
-        cute.arch.sync_threads()
-        if ctx.lane == 0:
-            for j in range_constexpr(len(sums)):
-                ins.store_shared_float(board + (j * warps + ctx.warp) * 4, sums[j])
-        cute.arch.sync_threads()
-        totals = []
-        for j in range_constexpr(len(sums)):
-            total = Float32(0.0)
-            for i in range_constexpr(warps):
-                total = total + ins.load_shared_float(board + (j * warps + i) * 4)
-            totals.append(total)
-        return totals
-
-    return block_sum

@@ -82,20 +82,6 @@ def load_global16(source, live=None, how="cg"):
     )
 
 
-def store_global16(target, words, predicate=None):
-    """Four words."""
-    asm(
-        "st.global.v4.b32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };",
-        read_only_args=[target, *words],
-        predicate=predicate,
-    )
-
-
-def store_global4(target, word, predicate=None):
-    """One word."""
-    asm("st.global.b32 [{$r0}], {$r1};", read_only_args=[target, word], predicate=predicate)
-
-
 def store_global_pair(target, a, b, predicate=None):
     """Two float32."""
     asm(
