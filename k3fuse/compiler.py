@@ -287,8 +287,11 @@ def bundle_contents(
     compiled: Sequence[CompiledBucket],
     checkpoint: CheckpointRef | None,
     built: BuiltKernels | None = None,
+    *,
+    dumps: bool = True,
 ) -> Contents:
-    """Everything that goes into the bundle of a compilation. built: its kernels, if any."""
+    """Everything that goes into the bundle of a compilation. built: its kernels, if any. dumps:
+    whether the IR after every pass is part of it."""
     return Contents(
         model=model,
         target=options.target,
@@ -311,7 +314,7 @@ def bundle_contents(
                 item.bucket,
                 item.plan,
                 item.graph,
-                [(pass_of(file), text) for file, text in item.dumps.items()],
+                [(pass_of(file), text) for file, text in item.dumps.items()] if dumps else [],
                 None if built is None else item.selection,
             )
             for item in compiled

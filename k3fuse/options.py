@@ -23,7 +23,7 @@ class CompileOptions:
     request of the verify buckets (0: none). context: cached tokens a request that bytes and times
     are stated for. max_context, page_size: size of the paged MLA cache. protocol: how all-reduces
     travel. prefetch: whether L2 prefetch windows are inserted. kernels: whether kernels are
-    selected and compiled.
+    selected and compiled. debug: whether their waits are bounded and reported.
     """
 
     target: str
@@ -37,6 +37,7 @@ class CompileOptions:
     prefetch: bool = True
     bisect_limit: int | None = None
     kernels: bool = False
+    debug: bool = False
 
     def __post_init__(self) -> None:
         if self.tp < 1:

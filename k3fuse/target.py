@@ -7,7 +7,7 @@ GPU is a new row.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from k3fuse.errors import InputError
 
@@ -199,6 +199,9 @@ _ROWS = (
 TARGETS: Mapping[str, Target] = {row.name: row for row in _ROWS}
 """GPU name -> its row."""
 
+LEAST_SMS = 16
+"""SMs that the kernels of a rank need: side streams take some of them."""
+
 DEFAULT_GPU: Mapping[str, str] = {
     "sm_90a": "h200",
     "sm_100a": "b200",
@@ -212,13 +215,32 @@ DEFAULT_GPU: Mapping[str, str] = {
 def get_target(name: str) -> Target:
     """The row of a GPU ("gb300") or of an architecture's default GPU ("sm_103a").
 
-    Raises `InputError`, listing the known names, for anything else: a near miss would compile
-    for the wrong machine.
+    "h200:64" is 64 SMs of one, with their share of its bandwidths: what a rank may use that shares
+    the GPU with others. Raises `InputError`, listing the known names, for anything else: a near
+    miss would compile for the wrong machine.
     """
-    target = TARGETS.get(DEFAULT_GPU.get(name, name))
+    whole, colon, count = name.partition(":")
+    target = TARGETS.get(DEFAULT_GPU.get(whole, whole))
     if target is None:
         known = ", ".join([*DEFAULT_GPU, *TARGETS])
         raise InputError(
             f"unknown target {name!r}: k3fuse never guesses the nearest; known: {known}"
         )
-    return target
+    return _part(target, name, count) if colon else target
+
+
+def _part(target: Target, name: str, count: str) -> Target:
+    if not count.isdecimal() or not LEAST_SMS <= int(count) <= target.sm_count:
+        raise InputError(
+            f"target {name!r}: {target.name} has {target.sm_count} SMs, and a rank needs at least "
+            f"{LEAST_SMS}; write for example {target.name}:{target.sm_count // 2}"
+        )
+    share = int(count) / target.sm_count
+    return replace(
+        target,
+        name=f"{target.name}:{count}",
+        sm_count=int(count),
+        hbm_bandwidth=target.hbm_bandwidth * share,
+        read_bandwidth=target.read_bandwidth * share,
+        l2_bandwidth=target.l2_bandwidth * share,
+    )

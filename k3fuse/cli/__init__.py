@@ -7,8 +7,20 @@ import sys
 import typer
 
 from k3fuse import __version__
+from k3fuse.cli import (
+    bench,
+    diff,
+    doctor,
+    inspect,
+    kernel,
+    opt,
+    prove,
+    roofline,
+    run,
+    synth,
+    verify,
+)
 from k3fuse.cli import compile as compile_command
-from k3fuse.cli import diff, doctor, inspect, kernel, opt, prove, roofline, run, synth, verify
 from k3fuse.cli.output import err_console
 from k3fuse.errors import K3FuseError
 
@@ -33,7 +45,7 @@ def _root(
 
 
 _COMMANDS = (
-    *(synth, compile_command, verify, prove, run),
+    *(synth, compile_command, verify, prove, run, bench),
     *(inspect, diff, opt, kernel, roofline, doctor),
 )
 for _command in _COMMANDS:

@@ -78,7 +78,10 @@ def compile_(
         str, typer.Option(help="Requests of each bucket, comma-separated, 1 to 64.")
     ] = "1",
     target: Annotated[
-        str, typer.Option(help="GPU or architecture: h200, sm_90a, gb300, sm_103a ...")
+        str,
+        typer.Option(
+            help="GPU or architecture: h200, sm_90a, gb300 ...; h200:64 for 64 of its SMs."
+        ),
     ] = "sm_90a",
     verify_rows: Annotated[
         int, typer.Option(help="Rows a request of verify buckets (2 to 8; 0: none).")
@@ -102,6 +105,10 @@ def compile_(
             help="Compile kernels into the bundle (default: if nvidia-cutlass-dsl is installed).",
         ),
     ] = None,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Kernels that give up waiting, and say for what.")
+    ] = False,
+    dumps: Annotated[bool, typer.Option(help="Keep the IR after every pass in the bundle.")] = True,
     check: Annotated[
         bool | None,
         typer.Option(help="Check numbers after each pass (default: small checkpoints)."),
@@ -151,6 +158,7 @@ def compile_(
         prefetch=prefetch,
         bisect_limit=bisect_limit,
         kernels=_wants_kernels(kernels, stop_after is not None),
+        debug=debug,
     )
     if output is not None:
         require_replaceable(output)
@@ -159,8 +167,8 @@ def compile_(
     module = source.meta_module()
     printers = _printers(text_output(json_output), print_after_all, print_changed, filter_passes)
     if stop_after is not None:
-        dumps = [] if dump_dir is None else [Dumps(dump_dir / buckets[0].name)]
-        text = run_until(module, model, buckets[0], options, stop_after, [*printers, *dumps])
+        written = [] if dump_dir is None else [Dumps(dump_dir / buckets[0].name)]
+        text = run_until(module, model, buckets[0], options, stop_after, [*printers, *written])
         if json_output:
             emit_json({"pass": stop_after, "bucket": buckets[0].name, "text": text})
         else:
@@ -168,7 +176,7 @@ def compile_(
         return
     load = _load_for_checks(source, check)
     compiled: list[CompiledBucket] = []
-    chosen = Kernels(get_target(target)) if options.kernels else None
+    chosen = Kernels(get_target(target), debug) if options.kernels else None
     with progress("compile") as task:
         task.total(len(buckets) * len(PIPELINE))
         for bucket in buckets:
@@ -193,7 +201,9 @@ def compile_(
     if output is not None:
         write_bundle(
             output,
-            bundle_contents(model, source.config, options, compiled, source.reference(), built),
+            bundle_contents(
+                *(model, source.config, options, compiled, source.reference(), built), dumps=dumps
+            ),
         )
     summary = _summary(model, options, compiled, source.config, built)
     if json_output:

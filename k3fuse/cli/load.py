@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from k3fuse.checkpoint.audit import AuditReport, audit
@@ -26,7 +25,6 @@ from k3fuse.models.registry import (
     family_of,
     read_config,
 )
-from k3fuse.options import CompileOptions
 from k3fuse.parameter import ParameterSpec
 from k3fuse.runtime.bundle import Bundle, CheckpointRef
 
@@ -119,18 +117,6 @@ def bundle_source(bundle: Bundle, directory: Path | None) -> Source:
             f"{bundle.directory} was compiled for ({known.path}): compile again"
         )
     return source
-
-
-def bundle_options(bundle: Bundle) -> CompileOptions:
-    """The options that a bundle was compiled with."""
-    try:
-        return TypeAdapter(CompileOptions).validate_python(bundle.manifest.options)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, ("options", *first["loc"])))
-        raise InputError(
-            f"{bundle.directory}/manifest.json: {place}: {first['msg']}; compile again"
-        ) from None
 
 
 def builtin_source(model: str) -> Source:

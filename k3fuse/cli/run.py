@@ -1,4 +1,4 @@
-"""`k3fuse run`: generate tokens from a bundle, on simulated ranks or with the stock forward."""
+"""`k3fuse run`: generate tokens from a bundle: on a GPU, on simulated ranks, or by stock torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 import typer
 
 from k3fuse.checkpoint.safetensors_header import write_safetensors
-from k3fuse.cli.load import bundle_options, bundle_source, parse_ints, use_one_thread
+from k3fuse.cli.device import open_engine, rank_mode
+from k3fuse.cli.load import Source, bundle_source, parse_ints, use_one_thread
 from k3fuse.cli.output import console, emit_json, progress
 from k3fuse.errors import InputError
 from k3fuse.models.kimi import KimiModel
@@ -20,6 +21,7 @@ from k3fuse.runtime.generate import Generation, generate
 from k3fuse.runtime.reference import ReferenceExecutor
 from k3fuse.runtime.stock import StockExecutor
 
+DEVICES = ("cpu", "cuda")
 EXECUTORS = ("reference", "stock")
 DTYPES = {"bf16": None, "float64": torch.float64}
 
@@ -39,6 +41,17 @@ def run(
     executor: Annotated[
         str, typer.Option(help="reference: the fused plan on simulated ranks; stock: the model.")
     ] = "reference",
+    device: Annotated[
+        str, typer.Option(help="cpu, or cuda: the compiled kernels on this machine's GPU.")
+    ] = "cpu",
+    loopback: Annotated[
+        bool,
+        typer.Option("--loopback", help="cuda: one rank that plays its peers; numbers not real."),
+    ] = False,
+    random_weights: Annotated[
+        int | None,
+        typer.Option(help="cuda: random weights of this seed for a built-in model."),
+    ] = None,
     rows_per_request: Annotated[
         int, typer.Option(help="Rows of a verify step (as compiled by --verify-rows); 1: none.")
     ] = 1,
@@ -66,16 +79,25 @@ def run(
         raise InputError(f"--rows-per-request {rows_per_request}: a step has at least one row")
     if logits is not None and (logits.is_dir() or not logits.parent.is_dir()):
         raise InputError(f"--logits {logits}: name a file in a directory that exists")
+    if device not in DEVICES:
+        raise InputError(f"--device {device}: choose {' or '.join(DEVICES)}")
+    if device == "cpu" and (loopback or random_weights is not None):
+        raise InputError("--loopback and --random-weights need --device cuda")
     prompts = [_prompt(text) for text in prompt_ids]
     opened = read_bundle(bundle)
-    source = bundle_source(opened, checkpoint)
-    with progress("load weights") as task:
-        task.total(source.parameter_bytes())
-        model = source.module(task.advance)
-    assert isinstance(model, KimiModel)
-    if DTYPES[dtype] is not None:
-        model = model.double()
-    runner = _executor(opened, model, executor, rows_per_request)
+    _check_rows(opened, rows_per_request)
+    stop_token: int | None = None
+    if device == "cuda":
+        mode = rank_mode(opened, loopback=loopback)
+        runner: Executor = open_engine(opened, checkpoint, mode, random_weights)
+        where = mode.label
+        if stop_at_eos:
+            stop_token = bundle_source(opened, checkpoint).config.eos_token_id
+    else:
+        source = bundle_source(opened, checkpoint)
+        runner = _cpu_executor(opened, source, executor, DTYPES[dtype])
+        where = f"{opened.manifest.tp} simulated ranks" if executor == "reference" else "stock"
+        stop_token = source.config.eos_token_id if stop_at_eos else None
     with progress("generate") as task:
         task.total(len(prompts) * max_new_tokens)
         generation = generate(
@@ -83,7 +105,7 @@ def run(
             prompts,
             max_new_tokens,
             buckets=sorted({b.batch for b in opened.buckets}),
-            stop_token=source.config.eos_token_id if stop_at_eos else None,
+            stop_token=stop_token,
             rows_per_request=rows_per_request,
             on_step=lambda new: task.advance(sum(len(tokens) for tokens in new.values())),
         )
@@ -93,7 +115,8 @@ def run(
         emit_json(
             {
                 "tokens": generation.tokens,
-                "executor": executor,
+                "executor": executor if device == "cpu" else "cuda",
+                "ranks": where,
                 "tp": opened.manifest.tp,
                 "dtype": dtype,
                 "rows_per_request": rows_per_request,
@@ -115,15 +138,24 @@ def _ids(tokens: list[int]) -> str:
     return ",".join(map(str, tokens))
 
 
-def _executor(bundle: Bundle, model: KimiModel, name: str, rows_per_request: int) -> Executor:
-    capacity = Capacity.of(bundle_options(bundle))
-    if rows_per_request > 1 and rows_per_request != capacity.rows:
-        have = f"--verify-rows {capacity.rows}" if capacity.rows > 1 else "no --verify-rows"
+def _check_rows(bundle: Bundle, rows_per_request: int) -> None:
+    rows = Capacity.of(bundle.options).rows
+    if rows_per_request > 1 and rows_per_request != rows:
+        have = f"--verify-rows {rows}" if rows > 1 else "no --verify-rows"
         raise InputError(
             f"--rows-per-request {rows_per_request}: the bundle was compiled with {have}"
         )
+
+
+def _cpu_executor(bundle: Bundle, source: Source, name: str, dtype: torch.dtype | None) -> Executor:
+    with progress("load weights") as task:
+        task.total(source.parameter_bytes())
+        model = source.module(task.advance)
+    assert isinstance(model, KimiModel)
+    if dtype is not None:
+        model = model.to(dtype)
     if name == "stock":
-        return StockExecutor(model, capacity)
+        return StockExecutor(model, Capacity.of(bundle.options))
     return ReferenceExecutor.load(bundle, model)
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from k3fuse.cli.load import bundle_options, bundle_source, use_one_thread
+from k3fuse.cli.load import bundle_source, use_one_thread
 from k3fuse.cli.output import Task, console, emit_json, progress
 from k3fuse.compiler import trace_bucket
 from k3fuse.errors import RefusedError, VerifyError
@@ -48,7 +48,7 @@ def verify_(
     use_one_thread()
     opened = read_bundle(bundle)
     source = bundle_source(opened, checkpoint)
-    options = bundle_options(opened)
+    options = opened.options
     cache = {name: p.data for name, p in source.module().named_parameters()}
     rows: list[_Row] = []
     problems: list[str] = []
@@ -151,7 +151,7 @@ class _BucketCheck:
         found, manifest = self.bundle.selection(self.bucket), self.bundle.kernels()
         if found is None or manifest is None:
             return
-        kernels = Kernels(get_target(plan.target))
+        kernels = Kernels(get_target(plan.target), self.bundle.options.debug)
         if select(graph, plan, kernels) != found:
             raise RefusedError("the selection of kernels is not that of its plan")
         records = manifest.by_name()

@@ -15,6 +15,9 @@ from k3fuse.tensor_type import DType, TensorType
 Ranks = list[Tensor]
 """What each rank holds of one value, in rank order."""
 
+Gather = Callable[[Ranks], Ranks]
+"""From what the ranks of this process hold of a value to what all ranks of the group hold."""
+
 
 def shard_tensor(tensor: Tensor, type_: TensorType, tp: int) -> Ranks:
     """Cut a global tensor as its type says; replicated values are shared, not copied."""
@@ -78,15 +81,30 @@ def bind_dims(types: Sequence[TensorType], shapes: Sequence[Sequence[int]]) -> d
     return dims
 
 
-def run_node(node: Node, env: Environment, tp: int, dims: Mapping[str, int]) -> None:
-    """Run one leaf on every rank."""
+def run_node(
+    node: Node,
+    env: Environment,
+    tp: int,
+    dims: Mapping[str, int],
+    *,
+    ranks: Sequence[int] | None = None,
+    gather: Gather | None = None,
+) -> None:
+    """Run one leaf on every rank.
+
+    `ranks`: those that `env` holds, in order, when it does not hold all `tp` of them; then `gather`
+    says what all ranks hold of an operand of a collective.
+    """
     op = op_named(node.op)
+    ranks = range(tp) if ranks is None else ranks
     operands = [env.read(v) for v in node.operands]
     types = tuple(v.type for v in node.operands)
     if op.group_reference is not None:
         ctx = Context(tp, types=types, exact=env.exact)
-        by_rank = [[o[r] for o in operands] for r in range(tp)]
-        per_rank = op.group_reference(by_rank, node.attrs, ctx)
+        whole = operands if gather is None else [gather(held) for held in operands]
+        by_rank = [[o[r] for o in whole] for r in range(tp)]
+        everywhere = op.group_reference(by_rank, node.attrs, ctx)
+        per_rank = [everywhere[r] for r in ranks]
     else:
         assert op.reference is not None
         shape: tuple[int, ...] = ()
@@ -95,9 +113,9 @@ def run_node(node: Node, env: Environment, tp: int, dims: Mapping[str, int]) -> 
             shape = tuple(dims[d] if isinstance(d, str) else d for d in local)
         per_rank = [
             op.reference(
-                [o[r] for o in operands], node.attrs, Context(tp, r, shape, types, env.exact)
+                [o[i] for o in operands], node.attrs, Context(tp, r, shape, types, env.exact)
             )
-            for r in range(tp)
+            for i, r in enumerate(ranks)
         ]
     for index, result in enumerate(node.results):
         env.write(result, [results[index] for results in per_rank])

@@ -30,9 +30,13 @@ from k3fuse.target import Target, get_target
 
 @dataclass
 class Kernels:
-    """The distinct kernels of a compilation by name; asks each program once."""
+    """The distinct kernels of a compilation by name; asks each program once.
+
+    debug: waits for peers and for other CTAs are bounded, and reported.
+    """
 
     target: Target
+    debug: bool = False
     configs: dict[str, LaunchConfig] = field(default_factory=dict[str, LaunchConfig])
     _known: dict[Program, LaunchConfig | str] = field(
         default_factory=dict[Program, "LaunchConfig | str"], repr=False
@@ -42,7 +46,7 @@ class Kernels:
         """The configuration of a program's kernel, or the reason why there is none."""
         if program not in self._known:
             try:
-                config = configure(program, self.target)
+                config = configure(program, self.target, debug=self.debug)
             except NotSupported as reason:
                 self._known[program] = str(reason)
             else:

@@ -30,6 +30,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from k3fuse import __version__
 from k3fuse.errors import InputError
 from k3fuse.ir import Graph, parse_graph, print_graph
+from k3fuse.options import CompileOptions
 from k3fuse.runtime.plan import Plan, read_plan
 from k3fuse.runtime.selection import (
     KernelManifest,
@@ -196,6 +197,18 @@ class Bundle:
     @property
     def buckets(self) -> tuple[Bucket, ...]:
         return tuple(entry.bucket for entry in self.manifest.buckets)
+
+    @property
+    def options(self) -> CompileOptions:
+        """The options that the bundle was compiled with."""
+        try:
+            return _OPTIONS.validate_python(self.manifest.options)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, ("options", *first["loc"])))
+            raise InputError(
+                f"{self.directory / MANIFEST}: {place}: {first['msg']}; compile again"
+            ) from None
 
     def plan(self, bucket: Bucket) -> Plan:
         """The plan of a bucket; InputError lists the buckets when there is none."""
@@ -479,3 +492,4 @@ def _sha256(data: bytes) -> str:
 
 
 _MANIFEST = TypeAdapter(Manifest)
+_OPTIONS = TypeAdapter(CompileOptions)

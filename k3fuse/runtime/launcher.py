@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -63,7 +64,17 @@ class Launch:
         """Put one launch on the stream (its handle), also while the stream is captured."""
         self._config.hStream = self._driver.CUstream(stream)
         address = ctypes.addressof(self._pointers)
-        _check(self._driver.cuLaunchKernelEx(self._config, self._function, address, 0))
+        check(self._driver.cuLaunchKernelEx(self._config, self._function, address, 0))
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """image: the driver may read it for as long as the library is loaded."""
+
+    function: Any
+    kernel: Any
+    library: Any
+    image: bytes
 
 
 class KernelFolder:
@@ -72,13 +83,17 @@ class KernelFolder:
     def __init__(self, folder: Path):
         self.folder = folder
         self.facts = read_manifest(folder)
-        self._driver = _driver()
-        self._loaded: dict[str, tuple[Any, Any, bytes]] = {}
+        self._driver = cuda_driver()
+        self._loaded: dict[str, _Loaded] = {}
 
-    def bind(self, name: str, arguments: Mapping[str, int | float]) -> Launch:
+    def bind(
+        self, name: str, arguments: Mapping[str, int | float], *, dependent: bool = True
+    ) -> Launch:
         """The kernel with a value for each parameter: device addresses as integers.
 
-        Raises InputError for an unknown kernel, a damaged cubin, or wrong arguments.
+        dependent: a kernel made for programmatic dependent launch is launched so, and may start
+        before the launch ahead of it on its stream has ended. Raises InputError for an unknown
+        kernel, a damaged cubin, or wrong arguments.
         """
         function = self._function(name)
         facts = self.facts[name]
@@ -88,45 +103,50 @@ class KernelFolder:
                 f"kernel {name} takes {', '.join(names)}, got {', '.join(sorted(arguments))}"
             )
         values = [_TYPES[p["kind"]](cast(Any, arguments[p["name"]])) for p in facts["params"]]
-        return Launch(self._driver, function, facts, values)
+        return Launch(self._driver, function, {**facts, "pdl": facts["pdl"] and dependent}, values)
 
     def attribute(self, name: str, which: str) -> int:
         """A function attribute of the driver, such as "NUM_REGS" or "LOCAL_SIZE_BYTES"."""
         kind = getattr(self._driver.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{which}")
-        return int(_check(self._driver.cuFuncGetAttribute(kind, self._function(name))))
+        self._function(name)
+        kernel, device = self._loaded[name].kernel, check(self._driver.cuCtxGetDevice())
+        return int(check(self._driver.cuKernelGetAttribute(kind, kernel, device)))
 
     def _function(self, name: str) -> Any:
         if name not in self.facts:
             raise InputError(f"{self.folder} has no kernel {name}: {', '.join(self.facts)}")
         if name not in self._loaded:
             self._loaded[name] = self._load(name)
-        return self._loaded[name][0]
+        return self._loaded[name].function
 
-    def _load(self, name: str) -> tuple[Any, Any, bytes]:
+    def _load(self, name: str) -> _Loaded:
         facts, driver = self.facts[name], self._driver
         path = self.folder / facts["cubin"]
         image = path.read_bytes()
         if hashlib.sha256(image).hexdigest() != facts["sha256"]:
             raise InputError(f"{path} is not the file that was built (SHA-256): build anew")
         try:
-            library = _check(driver.cuLibraryLoadData(image, None, None, 0, None, None, 0))
-            kernel = _check(driver.cuLibraryGetKernel(library, facts["symbol"].encode()))
-            function = _check(driver.cuKernelGetFunction(kernel))
+            library = check(driver.cuLibraryLoadData(image, None, None, 0, None, None, 0))
+            kernel = check(driver.cuLibraryGetKernel(library, facts["symbol"].encode()))
+            # A kernel may stand where a function does: it then runs in the context of its stream.
+            function = driver.CUfunction(int(kernel))
+            if facts["smem"] > _STATIC_LIMIT:
+                kind = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                device = check(driver.cuCtxGetDevice())
+                check(driver.cuKernelSetAttribute(kind, facts["smem"], kernel, device))
         except DriverError as error:
             raise InputError(
                 f"{path}: this GPU does not take a kernel for {facts['arch']} ({error})"
             ) from error
-        if facts["smem"] > _STATIC_LIMIT:
-            kind = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            _check(driver.cuFuncSetAttribute(function, kind, facts["smem"]))
-        return function, library, image  # the driver may read the image for as long as it is loaded
+        return _Loaded(function, kernel, library, image)
 
 
 class DriverError(K3FuseError):
     """The CUDA driver answered with an error; the message holds its name."""
 
 
-def _driver() -> Any:
+def cuda_driver() -> Any:
+    """cuda.bindings.driver, initialised; InputError when it or a GPU is missing."""
     try:
         driver = importlib.import_module("cuda.bindings.driver")
     except ImportError:
@@ -134,13 +154,14 @@ def _driver() -> Any:
             "launching kernels needs cuda-python: install the extra, pip install 'k3fuse[gpu]'"
         ) from None
     try:
-        _check(driver.cuInit(0))
+        check(driver.cuInit(0))
     except (RuntimeError, DriverError) as error:  # no libcuda, or no GPU behind it
         raise InputError(f"launching kernels needs an NVIDIA GPU and its driver: {error}") from None
     return driver
 
 
-def _check(result: tuple[Any, ...]) -> Any:
+def check(result: tuple[Any, ...]) -> Any:
+    """The result of a call of cuda.bindings; DriverError when it answered with an error."""
     if int(result[0]) != 0:
         raise DriverError(f"CUDA driver: {getattr(result[0], 'name', result[0])}")
     return result[1] if len(result) == 2 else None

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from pydantic import TypeAdapter
 from torch import Tensor
 
 from k3fuse.errors import InputError, VerifyError
@@ -23,7 +22,6 @@ from k3fuse.ir.interpreter import (
     shard_tensor,
 )
 from k3fuse.models.kimi import DecodeState, KimiModel, Mode, StepInputs
-from k3fuse.options import CompileOptions
 from k3fuse.runtime.bundle import Bundle, Kind
 from k3fuse.runtime.executor import Capacity, StepResult
 from k3fuse.runtime.plan import Plan
@@ -100,13 +98,12 @@ class ReferenceExecutor:
 
         InputError when a parameter has not the shape that the bundle was compiled for.
         """
-        options = TypeAdapter(CompileOptions).validate_python(bundle.manifest.options)
         weights = evaluate_recipe(bundle.recipe(), lambda path: model.get_parameter(path).detach())
         programs = [
             Program(bucket.kind, bundle.plan(bucket), bundle.graph(bucket), weights)
             for bucket in bundle.buckets
         ]
-        return cls(model, Capacity.of(options), programs, check_ranks=check_ranks)
+        return cls(model, Capacity.of(bundle.options), programs, check_ranks=check_ranks)
 
     @property
     def vocab_size(self) -> int:
