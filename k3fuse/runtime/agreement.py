@@ -53,7 +53,7 @@ class Group:
         self._on_lost: Callable[[str], None] | None = None
         self._bodies = 0  # stages that are open
         self._interruptible = False  # the main thread runs a stage's body
-        self._failed = False  # this rank is the one that failed, and ends by its own exception
+        self._ended = False  # this rank has an exception already, its own or a peer's
         self._since: float | None = None  # when the verdict was first acted on
 
     @classmethod
@@ -174,7 +174,7 @@ class Group:
 
     def _fail(self, where: str, error: BaseException) -> None:
         assert self._board is not None
-        self._failed = True
+        self._ended = True
         text = " ".join(str(error).split())[:500]
         if not isinstance(error, K3FuseError):
             text = f"{type(error).__name__}: {text}"
@@ -183,6 +183,7 @@ class Group:
     def _enter(self, stage: str) -> None:
         assert self._board is not None
         if self._board.verdict:
+            self._ended = True
             raise PeerFailedError(self._board.verdict)
         with self._uninterrupted():
             self._board.enter(stage)
@@ -198,6 +199,7 @@ class Group:
         if len(came) == self.world:
             complaint = disagreement([post.equal for post in came])
             if complaint:
+                self._ended = True
                 board.fail(complaint)
                 raise InputError(complaint)
             return [post.told for post in came]
@@ -206,6 +208,7 @@ class Group:
             for rank, (post, line) in enumerate(zip(posts, board.lines, strict=True))
             if post is None
         ]
+        self._ended = True
         seconds = "" if limit is None else f" within {limit:g} s"
         board.fail(f"{', '.join(late)} did not get through stage '{stage}'{seconds}")
         raise PeerFailedError(board.verdict)
@@ -224,8 +227,8 @@ class Group:
         """Let the verdict interrupt the block, which Python allows on the main thread only."""
 
         def interrupt(signum: int, frame: FrameType | None) -> None:
-            if self._interruptible and self._board is not None:
-                self._interruptible = False  # once: the body may clean up
+            if self._interruptible and not self._ended and self._board is not None:
+                self._ended = True  # once: the body may clean up
                 raise PeerFailedError(self._board.verdict)
 
         main = threading.current_thread() is threading.main_thread()
@@ -243,8 +246,7 @@ class Group:
     def _act(self, verdict: str) -> None:
         """What the watching thread does about a verdict; called again until the group closes."""
         try:
-            if not self._failed:
-                self._end_here(verdict)
+            self._end_here(verdict)
         except BaseException:
             end_process(
                 f"{verdict}; and what was to be done then failed:\n{traceback.format_exc()}"
@@ -255,14 +257,15 @@ class Group:
         assert board is not None
         now = time.monotonic()
         self._since = self._since or now
-        on_lost, self._on_lost = self._on_lost, None
-        if on_lost is not None:
+        on_lost = self._on_lost
+        if on_lost is not None and not self._ended:
+            self._on_lost = None
             board.leave()
             on_lost(verdict)
         elif self._bodies and now - self._since > board.limit:
             board.leave()
             end_process(f"{verdict}; this rank's stage was blocked and ended with its process")
-        elif self._interruptible:
+        elif self._interruptible and not self._ended:
             main = threading.main_thread().ident
             assert main is not None
             signal.pthread_kill(main, _SIGNAL)

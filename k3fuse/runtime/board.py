@@ -197,20 +197,22 @@ class Board:
             keys = [f"{prefix}/{rank}" for rank in range(len(self.lines))]
             for key in keys:  # so that all can be read at once, also of ranks not yet there
                 store.compare_set(key, "", "")
-            closed = False
-            while not closed:
-                closed = self._closed
+            while not self._closed:
                 self._round(store, keys)
                 hurry = self._waiting > 0 or self.verdict != ""
                 self._wake.wait(_QUICK if hurry else min(1.0, self.limit / 10))
                 self._wake.clear()
         except RuntimeError as error:  # what torch raises when a connection breaks
             reason = (str(error).splitlines() or ["no reason given"])[0]
-            self._cut = True
-            self.fail(f"{self._keeper} was lost: the store is gone ({reason})")
+            self._lose(f"{self._keeper} was lost: the store is gone ({reason})")
         except Exception as error:
-            self._cut = True
-            self.fail(f"rank {self.rank} cannot read the board: {error!r}")
+            self._lose(f"rank {self.rank} cannot read the board: {error!r}")
+
+    def _lose(self, verdict: str) -> None:
+        """The store is cut off, which is no fault once this rank has left: its keeper may too."""
+        self._cut = True
+        if not self._own.left:
+            self.fail(verdict)
 
     def _round(self, store: Store, keys: list[str]) -> None:
         with self._changed:
@@ -251,8 +253,7 @@ class Board:
                 return
             store.look(self._own.beat)
             if store.seconds >= self.limit and not self._cut:
-                self._cut = True
-                self.fail(
+                self._lose(
                     f"{self._keeper} was lost: the store has not answered for {self.limit:g} s"
                 )
             if self.verdict:

@@ -187,9 +187,11 @@ def test_a_rank_killed_in_a_stage_ends_all(tmp_path: Path) -> None:
 
 
 def blocked(group: Group) -> None:
+    group.agree("plan", {})
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGURG})  # as in a driver that never returns
     with group.stage("capture"):
         if group.rank == 1:
+            time.sleep(0.3)  # until all are in it
             raise InputError("no cubin")
         time.sleep(60)
 
