@@ -22,20 +22,17 @@ import time
 import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from types import FrameType
 from typing import NoReturn
 
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
-
 from k3fuse.errors import InputError, K3FuseError, PeerFailedError
 from k3fuse.runtime.board import Board
+from k3fuse.runtime.rendezvous import Rendezvous
 
 LIMIT = 30.0
 """Seconds without a sign of life after which a rank is lost, and that ranks wait in `agree`."""
 
 _SIGNAL = signal.SIGURG  # ignored where nobody handles it, so that a late one does no harm
-_TORCHRUN = "torchrun --nproc-per-node"
 
 
 def end_process(report: str) -> NoReturn:
@@ -74,27 +71,14 @@ class Group:
 
         tp: ranks that the bundle was compiled for. limit: seconds, see LIMIT. name: keeps groups
         apart that one store serves one after the other. Raises InputError naming the variable that
-        is missing or wrong, and PeerFailedError when rank 0 does not answer.
+        is missing or wrong, and PeerFailedError when the keeper of the store does not answer.
         """
-        env = os.environ if environment is None else environment
-        world = _number(env, "WORLD_SIZE", tp)
-        if world != tp:
-            raise InputError(
-                f"WORLD_SIZE is {world}, the bundle was compiled for {tp} ranks: start {tp} "
-                f"processes ({_TORCHRUN}={tp}) or compile with --tp {world}"
-            )
-        rank = _number(env, "RANK", tp)
-        if not 0 <= rank < world:
-            raise InputError(f"RANK is {rank}: ranks of WORLD_SIZE {world} are 0 to {world - 1}")
-        if world == 1:
+        place = Rendezvous.from_environment(tp, environment)
+        if place is None:
             return cls.alone()
-        host, port = _variable(env, "MASTER_ADDR", tp), _number(env, "MASTER_PORT", tp)
-        agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        store = _connect(host, port, keep=rank == 0 and not agent, limit=limit)
-        keeper = f"{'torchrun' if agent else 'rank 0'} at {host}:{port}"
-        board = Board(rank, world, limit=limit, keeper=keeper, keeps=rank == 0 and not agent)
-        group = cls(rank, world, board)
-        board.start(store, f"{name}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}", group._act)
+        board = Board(place.rank, place.world, limit=limit, keeper=place.keeper, keeps=place.keeps)
+        group = cls(place.rank, place.world, board)
+        board.start(place.connect(limit), f"{name}/{place.attempt}", group._act)
         atexit.register(board.close)  # threads that are in the store when Python ends would abort
         return group
 
@@ -144,7 +128,8 @@ class Group:
         """While the block runs, call `on_lost` with the report as soon as a rank fails or is lost.
 
         For blocks that wait on the GPU, where no exception comes through. `on_lost` runs on another
-        thread, once; if it raises, the process ends.
+        thread, once; if it raises, the process ends. A rank 0 that keeps the store lets the others
+        read the report first, for the group's limit at most.
         """
         before, self._on_lost = self._on_lost, on_lost
         try:
@@ -287,35 +272,3 @@ def disagreement(brought: Sequence[Mapping[str, str]]) -> str:
         f"ranks disagree in stage '{brought[0]['stage']}': {'; '.join(differences)}: start all "
         "ranks with the same bundle, options and versions, on GPUs of one kind"
     )
-
-
-def _variable(env: Mapping[str, str], name: str, tp: int) -> str:
-    if not env.get(name):
-        raise InputError(
-            f"{name} is not set: start one process a GPU, for example with {_TORCHRUN}={tp}"
-        )
-    return env[name]
-
-
-def _number(env: Mapping[str, str], name: str, tp: int) -> int:
-    text = _variable(env, name, tp)
-    if not text.isdecimal():
-        raise InputError(f"{name} is '{text}', not a number: start with {_TORCHRUN}={tp}")
-    return int(text)
-
-
-def _connect(host: str, port: int, *, keep: bool, limit: float) -> TCPStore:
-    # torch tries a second time, which takes as long again
-    timeout = timedelta(seconds=limit / 2)
-    try:
-        return TCPStore(host, port, None, keep, timeout, wait_for_workers=False)
-    except (RuntimeError, ValueError) as error:
-        reason = (str(error).splitlines() or [""])[0]
-        if keep:
-            raise InputError(
-                f"MASTER_PORT {port}: rank 0 cannot listen there ({reason}): name a free port"
-            ) from None
-        raise PeerFailedError(
-            f"rank 0 does not answer at MASTER_ADDR {host}, MASTER_PORT {port} ({reason}): start "
-            "all ranks with the same two variables"
-        ) from None

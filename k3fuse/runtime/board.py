@@ -195,8 +195,12 @@ class Board:
     def _talk(self, store: Store, prefix: str) -> None:
         try:
             keys = [f"{prefix}/{rank}" for rank in range(len(self.lines))]
-            for key in keys:  # so that all can be read at once, also of ranks not yet there
-                store.compare_set(key, "", "")
+            # Lines of ranks that are not there yet are made too, so that all can be read at once.
+            if [store.compare_set(key, "", "") for key in keys][self.rank]:
+                self._lose(
+                    f"the store has a group named '{prefix}' already: name this one otherwise"
+                )
+                return
             while not self._closed:
                 self._round(store, keys)
                 hurry = self._waiting > 0 or self.verdict != ""
