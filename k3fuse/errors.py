@@ -43,3 +43,9 @@ class RefusedError(K3FuseError):
     """The answer is no: a check failed, or `--strict` met something that is not proven."""
 
     exit_code = 1
+
+
+class PeerFailedError(K3FuseError):
+    """Another process of the group failed, was lost or never came; names its rank and stage."""
+
+    exit_code = 1
