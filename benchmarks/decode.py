@@ -245,22 +245,27 @@ def work(folder: Path, first: int) -> None:
 
 
 def check_case(folder: Path, case: Case) -> dict[str, Any]:
-    from safetensors.torch import load_file
-
     from k3fuse.cli.device import open_engine
     from k3fuse.runtime.bundle import read_bundle
-    from k3fuse.runtime.generate import generate
-    from k3fuse.runtime.gpu.ranks import VirtualRanks
 
     checkpoint = folder.parent / f"{folder.name}-checkpoints" / case.weights
     make_checkpoint(case, checkpoint)
     bundle = read_bundle(folder / case.name / "bundle")
     before = torch.cuda.mem_get_info()[0]
-    engine = open_engine(bundle, checkpoint, VirtualRanks(case.tp), None)
+    with open_engine(bundle, checkpoint) as engine:
+        taken = before - torch.cuda.mem_get_info()[0]
+        return compare(folder, case, engine, taken)
+
+
+def compare(folder: Path, case: Case, engine: Any, taken: int) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    from k3fuse.runtime.generate import generate
+
     found: dict[str, Any] = {
         "ranks": engine.mode.label,
         "planned_bytes": engine.layout.total * case.tp,
-        "taken_bytes": before - torch.cuda.mem_get_info()[0],
+        "taken_bytes": taken,
     }
     held = load_file(folder / f"{case.weights}.safetensors")
     prompts = prompts_of(case)

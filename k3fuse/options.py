@@ -34,7 +34,7 @@ class CompileOptions:
     max_context: int = 4096
     page_size: int = 64
     protocol: Literal["auto", "one_shot", "two_shot"] = "auto"
-    prefetch: bool = True
+    prefetch: bool = False
     bisect_limit: int | None = None
     kernels: bool = False
     debug: bool = False

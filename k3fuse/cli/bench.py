@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 from torch import Tensor
 
-from k3fuse.cli.device import open_engine, rank_mode
+from k3fuse.cli.device import open_engine
 from k3fuse.cli.output import console, emit_json
 from k3fuse.errors import InputError, RefusedError
 from k3fuse.runtime.bundle import Bucket, read_bundle
@@ -48,37 +48,19 @@ def bench(
     if replays < 1:
         raise InputError(f"--replays {replays}: time at least one step")
     opened = read_bundle(bundle)
-    mode = rank_mode(opened, loopback=loopback)
-    engine = open_engine(opened, checkpoint, mode, random_weights)
-    read, copy = bandwidths(engine.device)
-    used = get_target(opened.manifest.target).read_bandwidth
-    rows: list[dict[str, Any]] = []
-    for bucket in opened.buckets:
-        if bucket.kind != "step":
-            continue
-        inputs = step_inputs(engine, bucket, context)
-        check_graph(engine, bucket, inputs)
-        rows.append(_row(engine, bucket, inputs, replays, used))
-        if trace is not None:
-            trace.mkdir(parents=True, exist_ok=True)
-            events = perfetto(trace_step(engine, bucket, inputs))
-            (trace / f"{bucket.name}.json").write_text(json.dumps(events))
-    facts: dict[str, Any] = {
-        "bundle": opened.manifest.model,
-        "ranks": mode.label,
-        "gpu": torch.cuda.get_device_name(),
-        "torch_read_tb_per_s": round(read / 1e12, 3),
-        "torch_copy_tb_per_s": round(copy / 1e12, 3),
-        "floor_bandwidth_tb_per_s": used / 1e12,
-        "planned_bytes": engine.layout.total * len(mode.mine),
-        "steps": rows,
-    }
+    with open_engine(
+        opened, checkpoint, loopback=loopback, random_weights=random_weights
+    ) as engine:
+        facts, speaks = _measure(engine, replays, context, trace), engine.mode.speaks
+    if not speaks:
+        return
+    rows = facts["steps"]
     if json_output:
         emit_json(facts)
         return
     table = Table(
         *("bucket", "rows", "step us", "best", "floor us", "share", "other us a layer", "token/s"),
-        title=f"{opened.manifest.model}: {mode.label}",
+        title=f"{opened.manifest.model}: {facts['ranks']}",
     )
     for row in rows:
         table.add_row(
@@ -89,9 +71,36 @@ def bench(
     console.print(table)
     console.print(
         f"{facts['gpu']}: torch reads {facts['torch_read_tb_per_s']} TB/s and copies "
-        f"{facts['torch_copy_tb_per_s']} TB/s; floor: the plan's bytes over {used / 1e12} TB/s",
+        f"{facts['torch_copy_tb_per_s']} TB/s; floor: the plan's bytes over "
+        f"{facts['floor_bandwidth_tb_per_s']} TB/s",
         highlight=False,
     )
+
+
+def _measure(engine: Engine, replays: int, context: int, trace: Path | None) -> dict[str, Any]:
+    read, copy = bandwidths(engine.device)
+    used = get_target(engine.bundle.manifest.target).read_bandwidth
+    rows: list[dict[str, Any]] = []
+    for bucket in engine.layout.buckets:
+        if bucket.kind != "step":
+            continue
+        inputs = step_inputs(engine, bucket, context)
+        check_graph(engine, bucket, inputs)
+        rows.append(_row(engine, bucket, inputs, replays, used))
+        if trace is not None:
+            trace.mkdir(parents=True, exist_ok=True)
+            events = perfetto(trace_step(engine, bucket, inputs))
+            (trace / f"{bucket.name}.json").write_text(json.dumps(events))
+    return {
+        "model": engine.bundle.manifest.model,
+        "ranks": engine.mode.label,
+        "gpu": torch.cuda.get_device_name(),
+        "torch_read_tb_per_s": round(read / 1e12, 3),
+        "torch_copy_tb_per_s": round(copy / 1e12, 3),
+        "floor_bandwidth_tb_per_s": used / 1e12,
+        "planned_bytes": engine.layout.total * len(engine.mode.mine),
+        "steps": rows,
+    }
 
 
 def step_inputs(engine: Engine, bucket: Bucket, context: int) -> dict[str, Tensor]:

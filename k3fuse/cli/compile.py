@@ -97,7 +97,7 @@ def compile_(
     protocol: Annotated[
         str, typer.Option(help="All-reduce protocol: auto, one_shot, two_shot.")
     ] = "auto",
-    prefetch: Annotated[bool, typer.Option(help="Insert L2 prefetch windows.")] = True,
+    prefetch: Annotated[bool, typer.Option(help="Insert L2 prefetch windows.")] = False,
     kernels: Annotated[
         bool | None,
         typer.Option(

@@ -1,19 +1,59 @@
-"""From a bundle on a command line to an engine on this machine's GPU."""
+"""From a bundle on a command line to an engine on this machine's GPUs."""
 
 from __future__ import annotations
 
+import hashlib
+import importlib
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from k3fuse import __version__
 from k3fuse.cli.load import builtin_source, bundle_source
 from k3fuse.cli.output import progress
 from k3fuse.errors import InputError
-from k3fuse.runtime.bundle import Bundle
+from k3fuse.runtime.agreement import Group
+from k3fuse.runtime.bundle import MANIFEST, Bundle
 from k3fuse.runtime.gpu.engine import Engine
-from k3fuse.runtime.gpu.ranks import Loopback, RankMode, VirtualRanks
+from k3fuse.runtime.gpu.ranks import Loopback, ProcessRanks, RankMode, VirtualRanks
 from k3fuse.runtime.gpu.weights import checkpoint_shards, random_shards
 from k3fuse.runtime.weights import LoadShard
+
+
+@contextmanager
+def open_engine(
+    bundle: Bundle,
+    checkpoint: Path | None,
+    *,
+    loopback: bool = False,
+    random_weights: int | None = None,
+) -> Generator[Engine]:
+    """An engine with the weights of the bundle's checkpoint, or random ones of a seed.
+
+    Under torchrun this process is one rank of the bundle's group, and the block is a stage that all
+    ranks leave together. Otherwise all ranks run on one GPU, or with `loopback` one rank alone.
+    """
+    require_gpu()
+    tp = bundle.manifest.tp
+    with Group.from_environment(1 if loopback else tp) as group:
+        if group.world > 1:
+            group.agree("start", _identity(bundle))
+            with group.stage("connect"):
+                mode: RankMode = _process(group)
+        else:
+            mode = Loopback(tp) if loopback else VirtualRanks(tp)
+        with group.stage("load"), progress("load") as task:
+            device = torch.device("cuda", torch.cuda.current_device())
+            load = _shards(bundle, checkpoint, random_weights, device)
+            engine = Engine.load(bundle, load, mode, progress=task.show)
+        with group.stage("run"), group.watch():
+            yield engine
+        if group.world > 1:
+            _distributed().destroy_process_group()
 
 
 def require_gpu() -> None:
@@ -25,30 +65,38 @@ def require_gpu() -> None:
         )
 
 
-def rank_mode(bundle: Bundle, *, loopback: bool) -> RankMode:
-    """All ranks on this GPU, or one that plays its peers."""
-    tp = bundle.manifest.tp
-    return Loopback(tp) if loopback else VirtualRanks(tp)
+def _identity(bundle: Bundle) -> dict[str, str]:
+    """What all ranks must have in common before any of them allocates."""
+    manifest = (bundle.directory / MANIFEST).read_bytes()
+    return {
+        "bundle": hashlib.sha256(manifest).hexdigest(),
+        "k3fuse": __version__,
+        "torch": torch.__version__,
+        "GPU": torch.cuda.get_device_name(_local_rank()),
+    }
 
 
-def open_engine(
-    bundle: Bundle, checkpoint: Path | None, mode: RankMode, random_weights: int | None
-) -> Engine:
-    """Load a bundle with the weights of its checkpoint, or random ones of a seed."""
-    require_gpu()
-    device = torch.device("cuda", torch.cuda.current_device())
-    with progress("load") as task:
-        done = 0
+def _process(group: Group) -> ProcessRanks:
+    """Take the GPU of this process and join torch's own group."""
+    torch.cuda.set_device(_local_rank())
+    distributed = _distributed()
+    distributed.init_process_group("nccl", device_id=torch.device("cuda", _local_rank()))
+    return ProcessRanks(group.world, group.rank)
 
-        def show(stage: str, now: int, total: int) -> None:
-            nonlocal done
-            task.label(stage)
-            task.total(total)
-            task.advance(now - done)
-            done = now if now < total else 0
 
-        load = _shards(bundle, checkpoint, random_weights, device)
-        return Engine.load(bundle, load, mode, progress=show)
+def _local_rank() -> int:
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if rank >= torch.cuda.device_count():
+        raise InputError(
+            f"LOCAL_RANK {rank}: this machine has {torch.cuda.device_count()} GPUs: start one "
+            "process a GPU"
+        )
+    return rank
+
+
+def _distributed() -> Any:
+    """torch.distributed, whose functions have no types."""
+    return importlib.import_module("torch.distributed")
 
 
 def _shards(

@@ -49,6 +49,10 @@ class Task:
     def label(self, text: str) -> None:
         self._progress.update(self._task, description=text)
 
+    def show(self, stage: str, done: int, total: int) -> None:
+        """All at once: what is going on, how much of it is done, and how much there is."""
+        self._progress.update(self._task, description=stage, completed=done, total=total)
+
 
 @contextmanager
 def progress(label: str) -> Generator[Task]:

@@ -9,7 +9,7 @@ import torch
 import typer
 
 from k3fuse.checkpoint.safetensors_header import write_safetensors
-from k3fuse.cli.device import open_engine, rank_mode
+from k3fuse.cli.device import open_engine
 from k3fuse.cli.load import Source, bundle_source, parse_ints, use_one_thread
 from k3fuse.cli.output import console, emit_json, progress
 from k3fuse.errors import InputError
@@ -86,29 +86,33 @@ def run(
     prompts = [_prompt(text) for text in prompt_ids]
     opened = read_bundle(bundle)
     _check_rows(opened, rows_per_request)
-    stop_token: int | None = None
+    source = None if random_weights is not None else bundle_source(opened, checkpoint)
+    stop_token = source.config.eos_token_id if stop_at_eos and source is not None else None
+
+    def continued(runner: Executor) -> Generation:
+        with progress("generate") as task:
+            task.total(len(prompts) * max_new_tokens)
+            return generate(
+                runner,
+                prompts,
+                max_new_tokens,
+                buckets=sorted({b.batch for b in opened.buckets}),
+                stop_token=stop_token,
+                rows_per_request=rows_per_request,
+                on_step=lambda new: task.advance(sum(len(tokens) for tokens in new.values())),
+            )
+
     if device == "cuda":
-        mode = rank_mode(opened, loopback=loopback)
-        runner: Executor = open_engine(opened, checkpoint, mode, random_weights)
-        where = mode.label
-        if stop_at_eos:
-            stop_token = bundle_source(opened, checkpoint).config.eos_token_id
+        with open_engine(
+            opened, checkpoint, loopback=loopback, random_weights=random_weights
+        ) as engine:
+            generation, where, speaks = continued(engine), engine.mode.label, engine.mode.speaks
+        if not speaks:
+            return
     else:
-        source = bundle_source(opened, checkpoint)
-        runner = _cpu_executor(opened, source, executor, DTYPES[dtype])
+        assert source is not None
+        generation = continued(_cpu_executor(opened, source, executor, DTYPES[dtype]))
         where = f"{opened.manifest.tp} simulated ranks" if executor == "reference" else "stock"
-        stop_token = source.config.eos_token_id if stop_at_eos else None
-    with progress("generate") as task:
-        task.total(len(prompts) * max_new_tokens)
-        generation = generate(
-            runner,
-            prompts,
-            max_new_tokens,
-            buckets=sorted({b.batch for b in opened.buckets}),
-            stop_token=stop_token,
-            rows_per_request=rows_per_request,
-            on_step=lambda new: task.advance(sum(len(tokens) for tokens in new.values())),
-        )
     if logits is not None:
         _save(logits, generation)
     if json_output:

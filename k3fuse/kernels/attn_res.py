@@ -16,7 +16,8 @@ from k3fuse.kernels.stages import PUSHES, Stage
 from k3fuse.target import Target
 
 CTAS = 8
-"""The launch stands beside the main stream, which may not lose more SMs."""
+"""Of up to as many rows, whose launch stands beside the main stream: that may not lose more SMs.
+More rows take the whole GPU."""
 
 STEP_COLUMNS = 128
 """Columns of a warp at a time: four a lane."""
@@ -90,12 +91,13 @@ def plan_blocks(program: Program, stage: Stage, target: Target) -> StagePlan:
                 and bool(readers or result in program.written),
                 "results of the block phase stay in memory of the rank",
             )
-    share = -(-len(steps) // max(1, CTAS // rows))
+    most = CTAS if rows <= CTAS else target.sm_count
+    share = -(-len(steps) // max(1, most // rows))
     groups = -(-len(steps) // share)
     threads = 448 if columns >= 4096 else 256
     options = _layout(len(steps), count, columns, share, groups, threads // 32)
     smem = options.table + len(steps) * 32
-    return StagePlan(min(CTAS, rows * groups), threads, smem, options=options)
+    return StagePlan(min(most, rows * groups), threads, smem, options=options)
 
 
 def _layout(

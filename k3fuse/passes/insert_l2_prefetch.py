@@ -26,8 +26,9 @@ class InsertL2Prefetch(Pass):
 
     A window holds what memory can deliver during one hop, and never more than a share of L2. Only
     static values are prefetched; expert weights are not, since the route is not known. Order:
-    after form-launches. Attribute `prefetch=false` switches it off: on one H200 with local
-    mailboxes it gained between -0.4 and +6 us a layer, so it pays only with real links.
+    after form-launches. Attribute `prefetch=false` switches it off, and `compile` does so unless
+    it is asked for: on an H200 with local mailboxes the step of K3 at TP16 and M=1 took 8.5 ms with
+    the windows and 5.8 ms without, since the side stream falls behind the step that it serves.
     """
 
     name: ClassVar[str] = "insert-l2-prefetch"

@@ -8,7 +8,7 @@ proof of that bucket has it, whichever bucket ran in between.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from k3fuse.errors import InputError
@@ -111,20 +111,35 @@ def layout_of(bundle: Bundle) -> MemoryLayout:
 
     Raises InputError for a bundle without kernels, or with launches that have none.
     """
-    options, tp = bundle.options, bundle.manifest.tp
-    weights: dict[str, TensorType] = {}
-    states: dict[str, TensorType] = {}
-    found: dict[Bucket, BucketLayout] = {}
-    arena, ring_end = 0, 0
-    scratch: dict[str, int] = {}
+    parts: list[tuple[Bucket, Plan, Selection]] = []
     for bucket in bundle.buckets:
-        plan, selection = bundle.plan(bucket), bundle.selection(bucket)
+        selection = bundle.selection(bucket)
         if selection is None:
             raise InputError(
                 f"{bundle.directory} has no kernels: compile it with nvidia-cutlass-dsl installed "
                 "(pip install 'k3fuse[compile]'), without --no-kernels"
             )
-        _require_whole(bundle, bucket, selection)
+        if selection.without:
+            first = selection.without[0]
+            raise InputError(
+                f"{bundle.directory}: {len(selection.without)} launches of {bucket} have no kernel "
+                f"for {selection.target} (@{first.launch}: {first.reason}): use --device cpu"
+            )
+        parts.append((bucket, bundle.plan(bucket), selection))
+    return make_layout(bundle.options, parts)
+
+
+def make_layout(
+    options: CompileOptions, parts: Sequence[tuple[Bucket, Plan, Selection]]
+) -> MemoryLayout:
+    """The memory of one rank for these buckets."""
+    tp = options.tp
+    weights: dict[str, TensorType] = {}
+    states: dict[str, TensorType] = {}
+    found: dict[Bucket, BucketLayout] = {}
+    scratch: dict[str, int] = {}
+    arena, ring_end = 0, 0
+    for bucket, plan, selection in parts:
         weights |= {w.value: parse_type(w.type) for w in plan.weights}
         states |= {s.name: parse_type(s.type) for s in plan.states}
         arena = max(arena, plan.memory.arena)
@@ -140,18 +155,11 @@ def layout_of(bundle: Bundle) -> MemoryLayout:
         found[bucket] = BucketLayout(
             bucket, plan, selection, dims, rings, inputs, input_bytes, outputs
         )
-    dims = dims_of(bundle.buckets[0], options)
+    dims = dims_of(parts[0][0], options)
     placed_weights, weight_bytes = _pack(weights, dims, tp)
     placed_states, state_bytes = _pack(states, dims, tp)
     return MemoryLayout(
-        tp,
-        placed_weights,
-        weight_bytes,
-        placed_states,
-        state_bytes,
-        arena,
-        ring_end,
-        scratch,
+        *(tp, placed_weights, weight_bytes, placed_states, state_bytes, arena, ring_end, scratch),
         found,
     )
 
@@ -171,16 +179,6 @@ def local_place(type_: TensorType, offset: int, dims: Mapping[str, int], tp: int
     """Where a rank's part of a value lies."""
     shape = tuple(dims[d] if isinstance(d, str) else d for d in type_.local_shape(tp))
     return Place(offset, shape, type_.dtype)
-
-
-def _require_whole(bundle: Bundle, bucket: Bucket, selection: Selection) -> None:
-    without = selection.without
-    if without:
-        first = without[0]
-        raise InputError(
-            f"{bundle.directory}: {len(without)} launches of {bucket} have no kernel for "
-            f"{selection.target} (@{first.launch}: {first.reason}); run it with --device cpu"
-        )
 
 
 def _pack(

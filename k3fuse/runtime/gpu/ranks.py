@@ -19,7 +19,8 @@ from k3fuse.runtime.gpu.layout import RingPlace
 
 
 class RankMode(Protocol):
-    """label: how reports call it. tp: ranks of the group. mine: those in this process."""
+    """label: how reports call it. tp: ranks of the group. mine: those here. speaks: whether
+    this process prints what all found."""
 
     @property
     def label(self) -> str: ...
@@ -29,6 +30,9 @@ class RankMode(Protocol):
 
     @property
     def mine(self) -> tuple[int, ...]: ...
+
+    @property
+    def speaks(self) -> bool: ...
 
     def allocate_rings(self, size: int, device: torch.device) -> list[Tensor]:
         """`size` bytes for the mailboxes of each rank of this process; remembered for `peers`."""
@@ -57,6 +61,10 @@ class VirtualRanks:
     @property
     def label(self) -> str:
         return "one rank" if self.tp == 1 else f"{self.tp} virtual ranks on one GPU"
+
+    @property
+    def speaks(self) -> bool:
+        return True
 
     @property
     def mine(self) -> tuple[int, ...]:
@@ -95,6 +103,10 @@ class Loopback:
         return f"loopback: rank {self.rank} of {self.tp} alone, no link crossed, numbers not real"
 
     @property
+    def speaks(self) -> bool:
+        return True
+
+    @property
     def mine(self) -> tuple[int, ...]:
         return (self.rank,)
 
@@ -129,6 +141,10 @@ class ProcessRanks:
     @property
     def label(self) -> str:
         return f"rank {self.rank} of {self.tp}, one process a GPU"
+
+    @property
+    def speaks(self) -> bool:
+        return self.rank == 0
 
     @property
     def mine(self) -> tuple[int, ...]:
