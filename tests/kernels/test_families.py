@@ -27,7 +27,7 @@ def norm_and_linear(m: int, h: int, n: int) -> Program:
 
 
 def test_a_private_row_that_does_not_fit_is_done_behind_a_barrier() -> None:
-    program, target = norm_and_linear(3, 7168, 3216), get_target("h200")
+    program, target = norm_and_linear(8, 2048, 3216), get_target("h200")
     wide = configure(program, target)
     assert [stage.private for stage in wide.stages] == [True, False]
     assert wide.barriers == 0
