@@ -46,7 +46,7 @@ FAMILIES = (
         "linear",
         "few tokens: a tile a time",
         linear.plan_few,
-        "46 MB at M=1 12.0 us (84 %), M=8 13.6; the other at M=8 needs twice the mma",
+        "46 MB at M=1 11.7 us (86 %), M=8 13.4; the other at M=8 needs twice the mma",
     ),
     Family("linear", "blocks of 16 tokens", linear.plan_many, "7168 x 768 at M=64 8.2 us"),
     Family("value", "few tokens: a tile a time", linear.plan_few, "M=1 1.5 us, M=8 1.9"),

@@ -22,7 +22,8 @@ class StagePlan:
     smem: bytes of shared memory of its own. scratch: bytes of global memory of its own, beside the
     values. options: a frozen dataclass of plain scalars for the device code (None: nothing).
     late: it fills its shared memory only when it runs, not above the wait, so that behind a
-    barrier that may be the memory of stages before.
+    barrier that may be the memory of stages before. askers: of the threads, the last ones, which
+    only ask for weights. cluster: CTAs that may share the work that each needs the result of.
     """
 
     items: int
@@ -31,6 +32,8 @@ class StagePlan:
     scratch: int = 0
     options: Any = None
     late: bool = False
+    askers: int = 0
+    cluster: int = 1
 
 
 Plan = Callable[[Program, Stage, Target], StagePlan]

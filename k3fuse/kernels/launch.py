@@ -41,8 +41,9 @@ class LaunchConfig:
 
     ctas: grid; cluster: CTAs that share a row (1: none). plans, families: one a stage. scratch:
     (value, offset) of what passes between stages; private: (value, offset in shared memory) of
-    rows that every CTA keeps. stage_smem, stage_scratch: offsets of each stage's own memory.
-    debug: spins are bounded and reported.
+    rows that every CTA keeps. askers: the last threads, which ask for the weights of the first
+    level and take part in nothing else before its end. stage_smem, stage_scratch: offsets of each
+    stage's own memory. debug: spins are bounded and reported.
     """
 
     program: Program
@@ -50,6 +51,7 @@ class LaunchConfig:
     plans: tuple[StagePlan, ...]
     families: tuple[Chosen, ...]
     threads: int
+    askers: int
     ctas: int
     cluster: int
     smem: int
@@ -164,7 +166,8 @@ def _configure(program: Program, target: Target, private_limit: int, debug: bool
     stages = cut(program, private_limit=private_limit, private_reads=PRIVATE_READS)
     chosen = [choose(program, stage, target) for stage in stages]
     plans = [plan for _, plan in chosen]
-    threads = max(plan.threads for plan in plans)
+    askers = _askers(stages, plans)
+    threads = askers + max(plan.threads - (plan.askers if askers else 0) for plan in plans)
     levels = max(stage.level for stage in stages)
     most = target.sm_count - (SIDE_SMS if levels else 0)
     shared = [p.items for p, s in zip(plans, stages, strict=True) if not s.private]
@@ -173,6 +176,9 @@ def _configure(program: Program, target: Target, private_limit: int, debug: bool
         cluster = rowwise.cluster_of(program, stages[0], most)
         threads = rowwise.threads_of(program, stages[0], cluster)
         ctas = cluster * min(most // cluster, plans[0].items)
+    elif askers and not levels:  # beside launches of the side streams no pairs of SMs may be free
+        cluster = max(plan.cluster for plan in plans)
+        ctas = _aligned(ctas, cluster)
     made = _made_in(program, stages)
     private = _private_values(program, stages)
     at = BOARD_BYTES
@@ -208,6 +214,7 @@ def _configure(program: Program, target: Target, private_limit: int, debug: bool
         plans=tuple(plans),
         families=tuple(family for family, _ in chosen),
         threads=threads,
+        askers=askers,
         ctas=ctas,
         cluster=cluster,
         smem=at,
@@ -219,6 +226,14 @@ def _configure(program: Program, target: Target, private_limit: int, debug: bool
         peers=tuple(peers),
         debug=debug,
     )
+
+
+def _askers(stages: tuple[Stage, ...], plans: list[StagePlan]) -> int:
+    """Threads that ask for weights alone: where the first level is one stage that has such, and
+    private rows before it, which are not held up by them then."""
+    first = [(s, p) for s, p in zip(stages, plans, strict=True) if s.level == 0]
+    found = [plan.askers for stage, plan in first if not stage.private]
+    return found[0] if len(found) == 1 else 0
 
 
 def supports(program: Program, target: Target) -> str | None:

@@ -51,14 +51,18 @@ WARP_STEPS = 28
 CROWDED_STEPS = 12
 """The same in a launch with other structures, whose threads leave fewer registers for each."""
 
-AHEAD_BYTES = 88 * 1024
-"""Asked for and not come: enough for the memory system, and no queue before what others ask."""
+AHEAD_BYTES = 70 * 1024
+"""Asked for and not come: enough for the memory system, and no queue before what others ask. Of
+88 KB the 46 MB behind a private row take 14.7 us instead of 14.1, of 40 KB 17."""
 
 LONG_AHEAD_BYTES = 150 * 1024
 """The same for a CTA of many tiles, beside which there is little else."""
 
 SHORT_BYTES = 100 * 1024
-"""Ring of a CTA with little work: two fit an SM, so that the next launch can ask early."""
+"""Of weights of a CTA with little work: a warp takes whole tiles, all of them in the ring."""
+
+OTHER_BYTES = 9 * 1024
+"""Shared memory that is no ring, no tokens and no private row."""
 
 FAMILY = ("linear", "mla_value")
 RING_BYTES = 176 * 1024
@@ -108,6 +112,19 @@ class Maps:
 
 
 @dataclass(frozen=True)
+class Place:
+    """What a stage finds. crowded: whether other structures leave fewer registers; beside: bytes of
+    a private row that it reads; ring: bytes of it at most; room: of it, tokens and private row.
+    """
+
+    ctas: int
+    crowded: bool
+    beside: int
+    ring: int
+    room: int
+
+
+@dataclass(frozen=True)
 class LinearOptions(Maps):
     """How it is computed.
 
@@ -115,7 +132,7 @@ class LinearOptions(Maps):
     warp, mt: blocks of 16 tokens (0: up to 8 tokens). chunk: steps of a warp in a ring slot;
     depth: slots; ahead: slots that are asked for and have not come, at most (up to 8 tokens).
     tokens_in: where a warp finds its tokens: "registers" (of its slice), "shared" (staged by the
-    CTA), or "memory".
+    CTA), "row" (a private row, in shared memory too), or "memory".
     """
 
     split: int
@@ -125,7 +142,7 @@ class LinearOptions(Maps):
     chunk: int
     depth: int
     ahead: int
-    tokens_in: Literal["registers", "shared", "memory"]
+    tokens_in: Literal["registers", "shared", "row", "memory"]
 
     @property
     def warps(self) -> int:
@@ -227,7 +244,7 @@ def _plan(
     program: Program,
     stage: Stage,
     target: Target,
-    make: Callable[[Maps, int, int, bool], LinearOptions],
+    make: Callable[[Maps, Place], LinearOptions],
     most: int,
 ) -> StagePlan:
     """Warps, tiles and ring of a stage."""
@@ -259,23 +276,30 @@ def _plan(
     crowded = any(
         step.op in ROW or (step.op in ANCHORS and step.op not in FAMILY) for step in program.steps
     )
-    ring = SHARED_RING_BYTES if many else RING_BYTES
-    ctas = target.sm_count - (ROUTING_SMS if many else 0)
+    place = Place(
+        ctas=target.sm_count - (ROUTING_SMS if many else 0),
+        crowded=crowded,
+        beside=stage.beside,
+        ring=SHARED_RING_BYTES if many else RING_BYTES,
+        room=target.smem_per_block - OTHER_BYTES,
+    )
     maps = Maps(m, k, first.operands[0], x.width, bundles, tuple(starts), heads)
-    options = make(maps, ring, ctas, crowded)
+    options, ctas = make(maps, place), place.ctas
     units = -(-options.tiles // (options.nt * options.groups)) if options.mt else options.tiles
     if units < ctas and options.mt == 0:
         units *= parts_of(units, ctas)
     return StagePlan(
         items=units,
         threads=(options.warps + (options.mt == 0)) * 32,
+        askers=32 * (options.mt == 0),
         smem=options.smem,
         options=options,
     )
 
 
-def _few(maps: Maps, ring: int, ctas: int, crowded: bool) -> LinearOptions:
+def _few(maps: Maps, place: Place) -> LinearOptions:
     """Up to 8 tokens: a tile is cut into slots by columns, a slot into slices of the warps."""
+    ctas, crowded, beside = place.ctas, place.crowded, place.beside
     m, heads, steps, tiles = maps.m, maps.heads, maps.all_steps, maps.tiles
     rounds = -(-tiles // min(tiles, ctas))
     chunks = -(-steps // (SLOT_STEPS if rounds > 1 else SHORT_SLOT_STEPS))
@@ -297,16 +321,16 @@ def _few(maps: Maps, ring: int, ctas: int, crowded: bool) -> LinearOptions:
     chunks = -(-steps // (split * chunk))
     slot = TILE * banked(split * chunk * STEP * 2)
     total = rounds * chunks
-    if rounds == 1 or total * slot <= SHORT_BYTES:
-        ring = min(ring, SHORT_BYTES)
     staged = m * banked(chunks * split * chunk * STEP * 2)
     registers = chunks * chunk <= (WARP_STEPS // 2 if crowded else WARP_STEPS)
     fits = staged <= (STAGED_BYTES if groups > 1 or registers else MOST_STAGED_BYTES)
-    if heads == 0 and (m <= 2 or (fits and (groups > 1 or not registers))):
-        kept = staged if crowded and staged <= 48 * 1024 else 0  # a private row beside them
-        tokens_in, ring = "shared", min(ring, 208 * 1024 - staged - kept)
+    if beside:
+        tokens_in = "row"
+    elif heads == 0 and (m <= 2 or (fits and (groups > 1 or not registers))):
+        tokens_in, beside = "shared", staged
     else:
         tokens_in = "registers" if registers else "memory"
+    ring = min(place.ring, place.room - beside)
     depth = max(2, min(total, ring // slot))
     ahead = max(1, min(depth, (AHEAD_BYTES if rounds <= 4 else LONG_AHEAD_BYTES) // slot))
     # A group waits for a slot by its parity, so what was in the slot before must have come: it was
@@ -327,9 +351,10 @@ def _few(maps: Maps, ring: int, ctas: int, crowded: bool) -> LinearOptions:
     )
 
 
-def _many(maps: Maps, ring: int, ctas: int, crowded: bool) -> LinearOptions:
+def _many(maps: Maps, place: Place) -> LinearOptions:
     """9 to 64 tokens. Every CTA reads all tokens from the L2 for each of its units, so a unit has
     as many tiles as still fill the GPU."""
+    ring, ctas, crowded = place.ring, place.ctas, place.crowded
     m, k, heads, steps, tiles = maps.m, maps.k, maps.heads, maps.all_steps, maps.tiles
     mt = -(-m // 16)
     small = k <= SMALL_K or heads > 0

@@ -86,13 +86,15 @@ TAKES_TAIL = ("linear", "value", "row", "point")
 class Stage:
     """steps: indices into the program's steps, in order. level: grid barriers before it.
 
-    private: every CTA does all of it for itself and keeps the result in shared memory.
+    private: every CTA does all of it for itself and keeps the result in shared memory. beside:
+    bytes of such results that the stage reads.
     """
 
     kind: Kind
     steps: tuple[int, ...]
     level: int = 0
     private: bool = False
+    beside: int = 0
 
 
 @dataclass
@@ -275,9 +277,24 @@ def cut(program: Program, *, private_limit: int, private_reads: int) -> tuple[St
         needs = [levels[s] + (not private[s]) for s in stage.after if s < len(levels)]
         levels.append(max(needs, default=0))
     order = sorted(range(len(opened)), key=lambda i: (levels[i], i))
+    kept = {i: _result(program, stage).bytes for i, stage in enumerate(opened) if private[i]}
     return tuple(
-        Stage(opened[i].kind, tuple(opened[i].steps), levels[i], private[i]) for i in order
+        Stage(
+            opened[i].kind,
+            tuple(opened[i].steps),
+            levels[i],
+            private[i],
+            sum(kept.get(s, 0) for s in opened[i].after),
+        )
+        for i in order
     )
+
+
+def _result(program: Program, stage: _Open) -> Held:
+    """What a stage makes last."""
+    steps = [program.steps[i] for i in stage.steps]
+    made = [s.results[0] for s in steps if s.op not in PUSHES]
+    return program.values[made[-1] if made else steps[-1].operands[0]]
 
 
 def _is_private(program: Program, stages: list[_Open], index: int, limit: int, reads: int) -> bool:

@@ -29,6 +29,7 @@ def facts_of(program: Program) -> dict[str, Any]:
         plans=(),
         families=(),
         threads=32,
+        askers=0,
         ctas=1,
         cluster=1,
         smem=0,

@@ -25,13 +25,14 @@ LANE = np.arange(32)
 
 @dataclass
 class Barrier:
-    """An mbarrier: arrivals and bytes missing in this phase, and the copies on their way."""
+    """An mbarrier: arrivals and bytes missing in this phase, and the copies on their way:
+    target, source or data, bytes."""
 
     count: int
     missing: int
     bytes: int = 0
     phase: int = 0
-    copies: list[tuple[int, int, int]] = field(default_factory=list)
+    copies: list[tuple[int, Any, int]] = field(default_factory=list)
 
 
 @dataclass
@@ -145,10 +146,13 @@ def cluster_barrier(machine: Machine, op: tuple[str, ...], operands: list[Any]) 
         full = machine.cluster_arrivals == machine.cluster * machine.threads
         machine.cluster_arrivals[full] = 0
         machine.cluster_phase[full] += 1
-        machine.blocked[machine.blocked & full[of]] = False
+        over = machine.at_cluster & full[of]
+        machine.blocked[over] = machine.at_cluster[over] = False
 
     def wait(mask: Any) -> bool:
-        machine.blocked |= mask & (machine.cluster_phase[of] == machine.phase_of)
+        early = mask & (machine.cluster_phase[of] == machine.phase_of)
+        machine.at_cluster |= early
+        machine.blocked |= early
         return True
 
     return arrive if op[2] == "arrive" else wait
@@ -336,6 +340,26 @@ def copy_bulk(machine: Machine, op: tuple[str, ...], operands: list[Any]) -> Any
     return run
 
 
+def send(machine: Machine, op: tuple[str, ...], operands: list[Any]) -> Any:
+    """st.async: the words come when the barrier's phase ends."""
+    names = operands[1] if isinstance(operands[1], list) else [operands[1]]
+    words = [machine.source(name, "b32") for name in names]
+    size = 4 * len(words)
+    _, to = machine.place(("shared",), operands[0], size)
+    _, barrier = machine.place(("shared",), operands[2], 8)
+
+    def run(mask: Any) -> None:
+        lanes = np.flatnonzero(mask)
+        for lane, target, at in zip(lanes, to(lanes), barrier(lanes), strict=True):
+            found = _barrier(machine, int(at))
+            _finish(machine, found)
+            data = np.array([w[lane] if w.ndim else w for w in words], np.uint32).view(np.uint8)
+            machine.shared.words[1][target : target + size] = 0xFF
+            found.copies.append((int(target), data, size))
+
+    return run
+
+
 def _barrier(machine: Machine, at: int) -> Barrier:
     if at not in machine.barriers or machine.shared.words[8][at // 8] != at:
         raise Fault("no mbarrier there, or it was written over")
@@ -393,7 +417,9 @@ def _finish(machine: Machine, barrier: Barrier) -> None:
     if barrier.missing or barrier.bytes != sum(count for _, _, count in barrier.copies):
         return
     for target, origin, count in barrier.copies:
-        data = machine.memory.words[1][origin : origin + count]
+        data = origin
+        if isinstance(origin, int):
+            data = machine.memory.words[1][origin : origin + count]
         machine.shared.words[1][target : target + count] = data
     barrier.missing, barrier.bytes, barrier.copies = barrier.count, 0, []
     barrier.phase += 1
@@ -401,6 +427,7 @@ def _finish(machine: Machine, barrier: Barrier) -> None:
 
 OTHERS: dict[str, Callable[[Any, tuple[str, ...], list[Any]], Any]] = {
     "ld.": load,
+    "st.async": send,
     "st.": store,
     "atom.": atomic,
     "red.": atomic,

@@ -60,6 +60,7 @@ class Machine:
         self.constants |= {name: 8 * i for i, name in enumerate(self.code.params)}
         self.pc = np.zeros(self.lanes, np.int64)
         self.blocked = np.zeros(self.lanes, bool)
+        self.at_cluster = np.zeros(self.lanes, bool)  # blocked there
         self.done = np.zeros(self.lanes, bool)
         self.late, self.looking = self._some_warps(), np.zeros(self.warps, bool)
         self.left = 0  # instructions of a group before the next choice

@@ -27,11 +27,11 @@ def norm_and_linear(m: int, h: int, n: int) -> Program:
 
 
 def test_a_private_row_that_does_not_fit_is_done_behind_a_barrier() -> None:
-    program, target = norm_and_linear(2, 7168, 3216), get_target("h200")
+    program, target = norm_and_linear(8, 2048, 3216), get_target("h200")
     wide = configure(program, target)
     assert [stage.private for stage in wide.stages] == [True, False]
     assert wide.barriers == 0
-    tight = configure(program, replace(target, smem_per_block=wide.smem - 1))
+    tight = configure(program, replace(target, smem_per_block=96 * 1024))
     assert not any(stage.private for stage in tight.stages)
     assert tight.barriers == 1
     assert tight.ctas <= target.sm_count - launch.SIDE_SMS

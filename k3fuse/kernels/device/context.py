@@ -20,17 +20,22 @@ SLOT_WORDS = 32  # registers that hold terms on their way, of a thread
 
 
 class Context:
-    """thread, warp, lane, cta: where this thread is; threads and ctas are Python numbers."""
+    """thread, warp, lane, cta: where this thread is; threads, workers and ctas are Python numbers.
+
+    workers: threads of a CTA without those that only ask for weights.
+    """
 
     def __init__(self, config: LaunchConfig):
         self.config = config
         self.program = config.program
         self.threads = config.threads
+        self.workers = config.threads - config.askers
         self.ctas = config.ctas
         self.warps = config.threads // 32
         self.tp = config.program.tp
         self.debug = config.debug
         self.rings = make_rings(self)
+        self.sync_workers = make_sync_workers(self)
         self.grid_barrier = make_grid_barrier(self)
         self.push_to_all = make_push_to_all(self)
 
@@ -85,7 +90,7 @@ class Context:
                     self.shared + self.config.peers_offset(value),
                 )
             if self.config.pushed:
-                cute.arch.sync_threads()
+                self.sync_workers()
 
     # -- values at a point: `width` neighbouring columns of a row ------------------------------
     def load(self, value, row, column, width, how="global.cg"):
@@ -231,13 +236,14 @@ class make_rings:  # noqa: N801 (a factory, like the stages)
     """Traced helpers for mailboxes."""
 
     def __init__(self, ctx):
-        threads, ctas, tp = ctx.threads, ctx.ctas, ctx.tp
+        workers, ctas, tp = ctx.workers, ctx.ctas, ctx.tp
 
         @cute.jit
         def rearm(stage: cute.Pointer, pieces: cutlass.Constexpr, word: cutlass.Constexpr):
-            first = ctx.cta * threads + ctx.thread
-            for i in cutlass.range(first, pieces, ctas * threads, unroll=1):
-                ins.store_words(stage + i * 16, [Uint32(word)] * 4, 16)
+            if ctx.thread < workers:
+                first = ctx.cta * workers + ctx.thread
+                for i in cutlass.range(first, pieces, ctas * workers, unroll=1):
+                    ins.store_words(stage + i * 16, [Uint32(word)] * 4, 16)
 
         @cute.jit
         def note_peers(table: cute.Pointer, offset: Int64, peers: Int32):
@@ -310,6 +316,23 @@ class make_rings:  # noqa: N801 (a factory, like the stages)
         kinds = (("f32", (4, 8, 16, 32)), ("bf16", (4, 8, 16, 32)), ("half", (2,)), ("i64", (8,)))
         self.settle = {(n, kind): make_settle(n, kind) for kind, sizes in kinds for n in sizes}
         self.sum_slots = {(w, d): make_sum(w, d) for w in (1, 2, 4, 8) for d in ("bf16", "f32")}
+
+
+WORKERS = 14  # named barrier
+
+
+def make_sync_workers(ctx):
+    """All threads of the CTA meet, but those that only ask for weights."""
+
+    @cute.jit
+    def sync_workers():
+        if cutlass.const_expr(ctx.workers == ctx.threads):
+            cute.arch.sync_threads()
+        else:
+            if ctx.thread < ctx.workers:
+                ins.barrier(WORKERS, ctx.workers)
+
+    return sync_workers
 
 
 def make_grid_barrier(ctx):

@@ -228,6 +228,21 @@ def store_in_cta(address, cta, value):
     )
 
 
+def send_words(address, barrier, cta, words):
+    """One, two or four words to the same address of a CTA of the cluster, where the same barrier
+    counts their bytes."""
+    vector = "" if len(words) == 1 else f".v{len(words)}"
+    names = ", ".join(f"{{$r{i + 3}}}" for i in range(len(words)))
+    data = names if len(words) == 1 else f"{{ {names} }}"
+    asm(
+        "{ .reg .b32 there, bar; mapa.shared::cluster.u32 there, {$r0}, {$r2}; "
+        "mapa.shared::cluster.u32 bar, {$r1}, {$r2}; "
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes"
+        f"{vector}.b32 [there], {data}, [bar]; }}",
+        read_only_args=[address, barrier, cta, *words],
+    )
+
+
 def opaque(number):
     """A number that the compiler does not know."""
     return asm(f"mov.b32 {{$w0}}, {number};", write_only_types=[Int32])
@@ -251,10 +266,12 @@ def expect_bytes(address, count):
     )
 
 
-def wait_mbarrier(address, parity):
-    """Until the phase of this parity is complete."""
+def wait_mbarrier(address, parity, scope=""):
+    """Until the phase of this parity is complete. scope: ".acquire.cluster" behind sends of other
+    CTAs."""
     asm(
-        "{ .reg .pred done; again: mbarrier.try_wait.parity.shared.b64 done, [{$r0}], {$r1}; "
+        f"{{ .reg .pred done; again: mbarrier.try_wait.parity{scope}.shared::cta.b64 done, "
+        "[{$r0}], {$r1}; "
         "@done bra complete; bra again; complete: }",
         read_only_args=[address, parity],
     )

@@ -2,12 +2,11 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
 from k3fuse.kernels.device import instructions as ins
-from k3fuse.kernels.device.pointwise import Pointwise, rounded
+from k3fuse.kernels.device.tiles import make_tiles
 from k3fuse.kernels.linear import STEP, STEP_BYTES, TILE, parts_of
-from k3fuse.kernels.stages import POINTWISE, PUSHES
 
 
 def multiply_few(sums, step, x, w):
@@ -56,38 +55,29 @@ def make(ctx, number):
     o = config.plans[number].options
     base_offset = config.stage_smem[number]
     private = config.private_offset(o.x)
-    work = Pointwise(ctx, number)
     chunks = o.chunks
     slot_steps = o.split * o.chunk
     units = -(-o.tiles // o.nt)
     stride = ctx.ctas * o.groups
     triggers = program.trigger != "entry" and number == len(config.stages) - 1
-    weights = [[program.steps[i].operands[1] for i in b] for b in o.bundles]
-    widths = [program.values[program.steps[b[0]].results[0]].width for b in o.bundles]
     row_bytes = o.k * 2
     x_width = program.values[o.x].width
     staged = base_offset + o.ring_bytes + o.boards * o.sums_bytes
     tokens_how = "shared" if private is not None or o.tokens_in == "shared" else "global"
     held = Held()
-    following_steps = [
-        work.steps_with([program.steps[i].results[0] for i in bundle]) for bundle in o.bundles
-    ]
 
-    def row_address(tile, g):
-        """First byte of the weight row that lane group g reads of a tile."""
-        found = Int64(0)
-        for b in range(len(o.bundles)):
-            local = tile - o.starts[b]
-            if len(weights[b]) == 1:
-                row = cutlass.min(local * TILE + g, Int32(widths[b] - 1))
-                base = Int64(ctx.address(weights[b][0]).toint())
-            else:  # rows of two maps in turn, so that a lane's two columns are one of each
-                row = cutlass.min(local * (TILE // 2) + g // 2, Int32(widths[b] - 1))
-                gate, up = (Int64(ctx.address(v).toint()) for v in weights[b])
-                base = cutlass.select_(g % 2 == 0, gate, up)
-            address = base + Int64(row) * row_bytes
-            found = address if b == 0 else cutlass.select_(local >= 0, address, found)
-        return found
+    # Whole tiles for all CTAs, then what is left in parts of `height` rows.
+    whole = o.tiles // ctx.ctas * ctx.ctas
+    parts = parts_of(o.tiles, ctx.ctas)
+    height = TILE // parts
+    items = whole + (o.tiles - whole) * parts
+
+    def in_part(part, row):
+        """Whether a row of a tile belongs to its part."""
+        return (part < 0) | (row // height == part)
+
+    tiles = make_tiles(ctx, number, o, in_part if o.mt == 0 and parts > 1 else None)
+    row_address, early_operands, tails = tiles.row_address, tiles.early_operands, tiles.tails
 
     def following(slot):
         return cutlass.select_(slot == o.depth - 1, Int32(0), slot + 1)
@@ -162,13 +152,9 @@ def make(ctx, number):
         return full_of(slot) + o.depth * 8
 
     def asking():
-        return ctx.warp == o.warps
-
-    # Whole tiles for all CTAs, then what is left in parts of `height` rows.
-    whole = o.tiles // ctx.ctas * ctx.ctas
-    parts = parts_of(o.tiles, ctx.ctas)
-    height = TILE // parts
-    items = whole + (o.tiles - whole) * parts
+        """Whether this warp asks for weights: one of its own at the end, or the one behind those
+        that multiply."""
+        return ctx.warp == (ctx.workers // 32 if config.askers else o.warps)
 
     def count_of_cta():
         return cutlass.max((items - ctx.cta + ctx.ctas - 1) // ctx.ctas, Int32(0))
@@ -180,10 +166,6 @@ def make(ctx, number):
         after = cutlass.min(item, Int32(items - 1)) - whole
         tile = cutlass.select_(after < 0, item, whole + after // parts)
         return tile, cutlass.select_(after < 0, Int32(-1), after % parts)
-
-    def in_part(part, row):
-        """Whether a row of a tile belongs to its part."""
-        return (part < 0) | (row // height == part)
 
     @cute.jit
     def ask_until(state: list, last: Int32, last_item: Int32):
@@ -235,7 +217,10 @@ def make(ctx, number):
         state = [Int32(0), Int32(0), ctx.cta, part, row_address(tile, ctx.lane % TILE)]
         if asking():
             count = count_of_cta()
-            state = ask_until(state, cutlass.min(count * chunks, Int32(o.depth)), count - 1)
+            last = count * chunks
+            if const_expr(config.askers == 0):  # it has other things to do before the rest
+                last = cutlass.min(last, Int32(o.depth))
+            state = ask_until(state, last, count - 1)
         return state
 
     def before():
@@ -308,96 +293,6 @@ def make(ctx, number):
             cute.arch.sync_warp()
         else:
             ins.barrier(STAGING, o.warps * 32)
-
-    def other_operands():
-        """What follows a single map reads besides its results."""
-        if len(o.bundles) > 1 or len(o.bundles[0]) > 1 or widths[0] % 2:
-            return []
-        made = {program.steps[o.bundles[0][0]].results[0]}
-        found = []
-        for step in following_steps[0]:
-            if step.op not in PUSHES and made & {*step.operands, *step.results}:
-                made.update(step.results)
-                for value in step.operands:
-                    if step.op in POINTWISE and value not in made and value not in found:
-                        found.append(value)
-        return found
-
-    others = other_operands()
-
-    def early_operands(tile, row, t):
-        """Those, asked for before the weights are there."""
-        return [work.value(v, row, columns_of(0, tile, t), 2, {}) for v in others]
-
-    def tail(b, row, column, pair, live, spread, early):
-        """What follows on one token and two columns of bundle b (one column of two maps)."""
-        known = dict(zip(others, early, strict=False))  # none known early: evaluated here
-        if len(o.bundles[b]) == 1:
-            value = program.steps[o.bundles[b][0]].results[0]
-            dtype = program.values[value].dtype
-            if widths[b] % 2 == 0:
-                known[value] = rounded(list(pair), dtype)
-                finish(b, known, row, column, 2, live, spread)
-            else:
-                for i in range(2):
-                    one = {value: rounded([pair[i]], dtype)}
-                    # Beyond the last column a load repeats it; the store is off.
-                    at = cutlass.min(column + i, Int32(widths[b] - 1))
-                    exists_too = column + i < widths[b]
-                    finish(b, one, row, at, 1, live & exists_too, also(spread, exists_too))
-        else:
-            for step, element in zip(o.bundles[b], pair, strict=False):
-                value = program.steps[step].results[0]
-                known[value] = rounded([element], program.values[value].dtype)
-            at = cutlass.min(column, Int32(widths[b] - 1))
-            finish(b, known, row, at, 1, live, spread)
-
-    def finish(b, known, row, column, width, live, spread):
-        work.finish(known, row, column, width, live, following_steps[b], spread)
-
-    def also(spread, condition):
-        return None if spread is None else (spread[0], spread[1] & condition)
-
-    def columns_of(b, tile, t):
-        """First column of a lane's pair of sums."""
-        local = tile - o.starts[b]
-        if len(o.bundles[b]) == 1:
-            return cutlass.min(local * TILE + 2 * t, Int32(2 * ((widths[b] - 1) // 2)))
-        return local * (TILE // 2) + t
-
-    def exists(b, tile, t):
-        """Whether the first column of a lane's pair exists."""
-        local = tile - o.starts[b]
-        if len(o.bundles[b]) == 1:
-            return local * TILE + 2 * t < widths[b]
-        return local * (TILE // 2) + t < widths[b]
-
-    def tails_of(n, tile, portion, row, t, g, a, b, live, early):
-        here = exists(n, tile, t)
-        if o.mt == 0 and parts > 1:
-            here = here & in_part(portion, 2 * t)
-        # One token: all lane groups hold the same sums, so each sends to peers of its own.
-        spread = (g, here) if o.m == 1 else None
-        tail(n, row, columns_of(n, tile, t), (a, b), live & here, spread, early)
-
-    @cute.jit
-    def tails(
-        tile: Int32,
-        portion: Int32,
-        row: Int32,
-        t: Int32,
-        g: Int32,
-        a: Float32,
-        b: Float32,
-        live: Boolean,
-        early: list,
-    ):
-        for n in range_constexpr(len(o.bundles)):
-            if const_expr(len(o.bundles) == 1):
-                tails_of(n, tile, portion, row, t, g, a, b, live, early)
-            else:
-                if (tile >= o.starts[n]) & (tile < o.starts[n + 1]):
-                    tails_of(n, tile, portion, row, t, g, a, b, live, early)
 
     def wait_for(number):
         ins.wait_mbarrier(full_of(number % o.depth), (number // o.depth) & 1)
@@ -500,8 +395,9 @@ def make(ctx, number):
 
     @cute.jit
     def run_few(state: list, fetched: list):
-        if asking():
-            ask_until(state, count_of_cta() * chunks, count_of_cta() - 1)
+        if const_expr(config.askers == 0):
+            if asking():
+                ask_until(state, count_of_cta() * chunks, count_of_cta() - 1)
         if ctx.warp < o.warps:
             consume(fetched)
 

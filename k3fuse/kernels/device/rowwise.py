@@ -26,9 +26,10 @@ def make_row_sum(ctx, number):
     Each warp puts its sum on a board of every CTA of the cluster: one barrier a sum, since sums in
     turn use two boards.
     """
-    cluster, warps = ctx.config.cluster, ctx.warps
+    cluster, warps = ctx.config.cluster, ctx.workers // 32
     count = cluster * warps
     base = ctx.config.stage_smem[number]
+    private = ctx.config.stages[number].private
 
     @cute.jit
     def row_sum(values: list, turn: Int32):
@@ -38,7 +39,17 @@ def make_row_sum(ctx, number):
             if ctx.lane == 0:
                 for j in range_constexpr(len(sums)):
                     ins.store_shared_float(board + (j * count + ctx.warp) * 4, sums[j])
-            cute.arch.sync_threads()
+            ctx.sync_workers()
+        elif const_expr(private):  # no barrier of the cluster, whose askers go on
+            barrier = ctx.shared + base + BOARDS_BYTES + (turn & 1) * 8
+            if ctx.thread == 0:
+                ins.expect_bytes(barrier, len(sums) * count * 4)
+            place = ctx.cta % cluster * warps + ctx.warp
+            if ctx.lane < cluster:
+                for j in range_constexpr(len(sums)):
+                    at = board + (j * count + place) * 4
+                    ins.send_words(at, barrier, ctx.lane, [ins.as_word(sums[j])])
+            ins.wait_mbarrier(barrier, (turn >> 1) & 1, ".acquire.cluster")
         else:
             place = ctx.cta % cluster * warps + ctx.warp
             if ctx.lane < cluster:
@@ -85,9 +96,11 @@ def make(ctx, number):
     width = width_of(program, stage)
     rows, columns = shape_of(program, stage)
     cluster = config.cluster
+    shared_out = stage.private and cluster > 1  # the row's work, of which all CTAs keep the result
+    barriers = config.stage_smem[number] + BOARDS_BYTES
     share = columns // width // cluster  # vectors of a CTA
-    vectors = -(-share // ctx.threads)
-    full = vectors * ctx.threads == share
+    vectors = -(-share // ctx.workers)
+    full = vectors * ctx.workers == share
     steps = [program.steps[i] for i in stage.steps]
     made = {r for step in steps for r in step.results}
     work = Pointwise(ctx, number)
@@ -105,8 +118,8 @@ def make(ctx, number):
         eps = step.attribute("eps")
         # All loads before the first sum: they are one trip to the L2.
         old = [work.value(mixed, row, c, width, k) for c, k in zip(columns_of, known)]
-        (before,) = ctx.load(top, row, 0, 1)
-        (total,) = ctx.load(denominator, row, 0, 1)
+        (before,) = known[0].get(top) or ctx.load(top, row, 0, 1)
+        (total,) = known[0].get(denominator) or ctx.load(denominator, row, 0, 1)
         held = [work.value(prefix, row, c, width, k) for c, k in zip(columns_of, known)]
         asked = vectors_of[query]
         square, dot = Float32(0.0), Float32(0.0)
@@ -155,14 +168,16 @@ def make(ctx, number):
     def columns_here():
         """First column of each vector of this thread, and whether the vector exists."""
         part = ctx.cta % cluster
-        places = [ctx.thread + r * ctx.threads for r in range(vectors)]
+        places = [ctx.thread + r * ctx.workers for r in range(vectors)]
         # Threads past the end of the row repeat its last vector: loads need no branch.
         columns_of = [(part * share + cutlass.min(v, Int32(share - 1))) * width for v in places]
         return columns_of, [v < share for v in places]
 
     def before():
         """Weights of the row steps into registers, above the wait."""
-        if cluster > 1:  # nobody writes to a CTA that has not started
+        if shared_out:
+            prepare()
+        elif cluster > 1:  # nobody writes to a CTA that has not started
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
         columns_of, _ = columns_here()
@@ -170,6 +185,16 @@ def make(ctx, number):
             if step.op in ROW:
                 value = step.operands[1 if step.op == "rms_norm" else 0]
                 vectors_of[value] = [row_vector(value, c) for c in columns_of]
+
+    @cute.jit
+    def prepare():
+        """Barriers of what the CTAs of a cluster send one another."""
+        if ctx.thread == 0:
+            for i in range_constexpr(3):
+                ins.init_mbarrier(ctx.shared + barriers + i * 8, 1)
+            ins.expect_bytes(ctx.shared + barriers + 16, rows * columns * 2)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.cluster_arrive()
 
     def slots_read():
         """Sums over ranks that the stage reads at its own columns."""
@@ -225,8 +250,14 @@ def make(ctx, number):
                 totals.append(total)
         return totals
 
+    def numbers_read():
+        """Single numbers in memory that merges read."""
+        found = [v for step in steps if step.op == "attn_res_merge" for v in step.operands[1:3]]
+        return [v for v in found if program.producer(v) is None]
+
     ahead = slots_read()
     early = memory_read()
+    numbers = numbers_read()
     single = rows == 1
     state = State()
 
@@ -234,14 +265,17 @@ def make(ctx, number):
         """Ask for what lies in memory before anything else behind the wait."""
         columns_of, _ = columns_here()
         state.fetched = [ctx.load(v, Int32(0), c, width) for c in columns_of for v in early]
+        state.fetched += [ctx.load(v, Int32(0), 0, 1) for v in numbers]
 
     def one_row(row, turn, writes, fetched):
         """All steps of one row. turn: sums done before; writes: whether this CTA is the one to
         store its results; fetched: what lies in memory, or nothing."""
         columns_of, alive = columns_here()
         known = [{} for _ in range(vectors)]
-        for number, values in enumerate(fetched):
+        whole = len(columns_of) * len(early)
+        for number, values in enumerate(fetched[:whole]):
             known[number // len(early)][early[number % len(early)]] = values
+        known[0].update(zip(numbers, fetched[whole:]))
         for value in ahead:
             for at, total in zip(known, sum_all(value, row, columns_of)):
                 at[value] = rounded(total, program.values[value].dtype)
@@ -260,17 +294,34 @@ def make(ctx, number):
                     words = pack(known[r][value], held.dtype)
                     size = ITEMSIZE[held.dtype]
                     at = ctx.shared + offset + (row * held.width + columns_of[r]) * size
-                    ins.store_words(at, words, width * size, "shared", None if full else alive[r])
+                    if shared_out:
+                        send_row(at, words, alive[r])
+                    else:
+                        here = None if full else alive[r]
+                        ins.store_words(at, words, width * size, "shared", here)
+
+    @cute.jit
+    def send_row(at: Int32, words: list, alive: Boolean):
+        if alive:
+            for cta in range_constexpr(cluster):
+                ins.send_words(at, ctx.shared + barriers + 16, Int32(cta), words)
 
     @cute.jit
     def all_rows(fetched: list):
-        if const_expr(stage.private and single):
-            one_row(Int32(0), Int32(0), Int32(0) == ctx.cta, fetched)
-            cute.arch.sync_threads()
-        elif const_expr(stage.private):
-            for row in cutlass.range(rows, unroll=1):
-                one_row(row, row * sums_of_row, row % ctx.ctas == ctx.cta, [])
-            cute.arch.sync_threads()
+        if const_expr(stage.private):
+            if ctx.thread < ctx.workers:
+                if const_expr(shared_out):
+                    cute.arch.cluster_wait()
+                if const_expr(single):
+                    one_row(Int32(0), Int32(0), ctx.cta < cluster, fetched)
+                else:
+                    groups = ctx.ctas // cluster
+                    for row in cutlass.range(rows, unroll=1):
+                        one_row(row, row * sums_of_row, row % groups == ctx.cta // cluster, [])
+                if const_expr(shared_out):
+                    ins.wait_mbarrier(ctx.shared + barriers + 16, Int32(0), ".acquire.cluster")
+            if const_expr(not shared_out):
+                ctx.sync_workers()
         elif const_expr(single):
             if ctx.cta < cluster:
                 one_row(Int32(0), Int32(0), None, fetched)
