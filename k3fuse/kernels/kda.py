@@ -9,6 +9,9 @@ The slices of a head read the conv windows that the step replaces, so a followin
 them, behind the barrier that the head norm needs anyway. A commit has no such stage behind it: its
 items are whole heads, and the CTA that read a window replaces it.
 
+A decode step of few requests is one stage instead: a cluster of CTAs does a head from the
+projection of its decay to its norm, and no barrier of the grid is needed.
+
 Where other stages stand before the rule, S and the windows are asked into the L2 before the barrier
 between them.
 """
@@ -96,6 +99,44 @@ class HeadNormOptions:
     heads: int
     head_dim: int
     eps: float
+
+
+@dataclass(frozen=True)
+class HeadsOptions:
+    """rule: with one row a request. lanes: 16-byte words of a row of the decay's projection."""
+
+    rule: RuleOptions
+    lanes: int
+    eps: float
+
+
+def plan_heads(program: Program, stage: Stage, target: Target) -> StagePlan:
+    """A head of a request by a cluster of CTAs, a slice of the value rows each, all at once."""
+    linear, step, norm = (program.steps[i] for i in stage.steps)
+    require(step.op == "kda_step", f"{step.op} keeps its rows")
+    options = _options(program, step)
+    require(options.rows == 1, f"{options.rows} rows a request")
+    fitting = [s for s in SLICES if s <= options.head_dim and options.head_dim // s <= LANES]
+    few = [s for s in fitting if _cut(options, s).items <= target.sm_count * 7 // 8]
+    require(bool(few), f"{options.requests} requests of {options.heads} heads do not fit at once")
+    rule = _cut(options, few[0])
+    x, weight = (program.values[v] for v in linear.operands)
+    made = program.values[linear.results[0]]
+    require(
+        x.dtype == weight.dtype == made.dtype == "bf16" and x.width % 8 == 0,
+        f"the decay's projection of {x.dtype} by {weight.dtype}",
+    )
+    lanes = x.width // 8
+    require(lanes in (1, 2, 4, 8, 16, 32), f"the decay's projection of {x.width} columns")
+    _, gate, scale = (program.values[v] for v in norm.operands)
+    require(gate.dtype == "bf16" and scale.shape[0] == options.head_dim, "norm of heads")
+    return StagePlan(
+        items=rule.items,
+        threads=rule.threads,
+        smem=rule.board_bytes + 8 * options.head_dim,
+        options=HeadsOptions(rule, lanes, _number(norm, "eps")),
+        cluster=options.head_dim // rule.slice,
+    )
 
 
 def plan_kda(program: Program, stage: Stage, target: Target) -> StagePlan:

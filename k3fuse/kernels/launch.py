@@ -18,7 +18,7 @@ from k3fuse.kernels.families import Chosen, choose
 from k3fuse.kernels.family import NotSupported, StagePlan, require
 from k3fuse.kernels.program import Program
 from k3fuse.kernels.spec import Parameter
-from k3fuse.kernels.stages import POINTWISE, PUSHES, Stage, cut, normalize
+from k3fuse.kernels.stages import POINTWISE, PUSHES, Stage, cut, normalize, whole_heads
 from k3fuse.target import Target
 
 SIDE_SMS = 10
@@ -156,14 +156,20 @@ def configure(program: Program, target: Target, *, debug: bool = False) -> Launc
             step.op not in PUSHES or step.attribute("dim", 1) == 1,
             f"{step.op} along dimension {step.attribute('dim')}: rows travel by columns",
         )
-    try:
-        return _configure(program, target, PRIVATE_BYTES, debug)
-    except NotSupported:  # rows that every CTA keeps may not fit beside the rest
-        return _configure(program, target, 0, debug)
+    stages = cut(program, private_limit=PRIVATE_BYTES, private_reads=PRIVATE_READS)
+    fewer = cut(program, private_limit=0, private_reads=PRIVATE_READS)
+    # Whole heads are for few requests; rows that every CTA keeps may not fit beside the rest.
+    for choice in dict.fromkeys([whole_heads(program, stages), stages]):
+        try:
+            return _configure(program, target, choice, debug)
+        except NotSupported:
+            continue
+    return _configure(program, target, fewer, debug)
 
 
-def _configure(program: Program, target: Target, private_limit: int, debug: bool) -> LaunchConfig:
-    stages = cut(program, private_limit=private_limit, private_reads=PRIVATE_READS)
+def _configure(
+    program: Program, target: Target, stages: tuple[Stage, ...], debug: bool
+) -> LaunchConfig:
     chosen = [choose(program, stage, target) for stage in stages]
     plans = [plan for _, plan in chosen]
     askers = _askers(stages, plans)
@@ -176,6 +182,8 @@ def _configure(program: Program, target: Target, private_limit: int, debug: bool
         cluster = rowwise.cluster_of(program, stages[0], most)
         threads = rowwise.threads_of(program, stages[0], cluster)
         ctas = cluster * min(most // cluster, plans[0].items)
+    elif stages[0].kind == "kda_heads":
+        cluster, ctas = plans[0].cluster, plans[0].items
     elif askers and not levels:  # beside launches of the side streams no pairs of SMs may be free
         cluster = max(plan.cluster for plan in plans)
         ctas = _aligned(ctas, cluster)

@@ -21,6 +21,7 @@ Kind = Literal[
     "value",
     "kda_fetch",
     "kda",
+    "kda_heads",
     "kda_window",
     "kda_journal",
     "head_norm",
@@ -295,6 +296,27 @@ def _result(program: Program, stage: _Open) -> Held:
     steps = [program.steps[i] for i in stage.steps]
     made = [s.results[0] for s in steps if s.op not in PUSHES]
     return program.values[made[-1] if made else steps[-1].operands[0]]
+
+
+_HEAD_STAGES: set[Kind] = {"kda_fetch", "linear", "kda", "head_norm", "kda_window"}
+
+
+def whole_heads(program: Program, stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
+    """A decode step of KDA as one stage, where nothing else needs what passes between its parts:
+    projection of the decay, delta rule, gated norm. Otherwise the stages as they are."""
+    by_kind = {stage.kind: stage for stage in stages}
+    if len(stages) != 5 or set(by_kind) != _HEAD_STAGES:
+        return stages
+    steps = [i for kind in ("linear", "kda", "head_norm") for i in by_kind[kind].steps]
+    if len(steps) != 3:
+        return stages
+    projected, rule_step, norm_step = (program.steps[i] for i in steps)
+    inner = (projected.results[0], rule_step.results[0])
+    readers = (rule_step.operands[3], norm_step.operands[0])
+    alone = all(len(program.consumers(value)) == 1 for value in inner)
+    if inner != readers or not alone or any(value in program.written for value in inner):
+        return stages
+    return (Stage("kda_heads", tuple(steps)),)
 
 
 def _is_private(program: Program, stages: list[_Open], index: int, limit: int, reads: int) -> bool:

@@ -40,6 +40,7 @@ def compiled_bucket(bucket: Bucket = STEP, tp: int = 2, name: str = TINY) -> Com
         verify_rows=bucket.rows_per_request if bucket.rows_per_request > 1 else 0,
         max_context=128,
         page_size=16,
+        prefetch=True,
     )
     model = family_of(name).build(builtin_config(name), "meta")
     return compile_bucket(model, name, bucket, options)

@@ -26,7 +26,7 @@ def write_tiny(directory: Path, options: CompileOptions) -> Path:
 
 @pytest.fixture(scope="session")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    options = CompileOptions("gb300", tp=2, batches=(1, 2), verify_rows=2)
+    options = CompileOptions("gb300", tp=2, batches=(1, 2), verify_rows=2, prefetch=True)
     return write_tiny(tmp_path_factory.mktemp("report") / "tp2", options)
 
 

@@ -17,6 +17,7 @@ MODULES = {
     "value": "linear",
     "kda_fetch": "kda",
     "kda": "kda",
+    "kda_heads": "kda",
     "kda_window": "kda",
     "kda_journal": "kda",
     "commit": "kda",
