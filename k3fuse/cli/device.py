@@ -39,7 +39,7 @@ def open_engine(
     """
     require_gpu()
     tp = bundle.manifest.tp
-    with Group.from_environment(1 if loopback else tp) as group:
+    with _group(tp, alone=loopback) as group:
         if group.world > 1:
             group.agree("start", _identity(bundle))
             with group.stage("connect"):
@@ -54,6 +54,12 @@ def open_engine(
             yield engine
         if group.world > 1:
             _distributed().destroy_process_group()
+
+
+def _group(tp: int, *, alone: bool) -> Group:
+    """The processes that torchrun started, or this one."""
+    started = "WORLD_SIZE" in os.environ and not alone
+    return Group.from_environment(tp) if started else Group.alone()
 
 
 def require_gpu() -> None:

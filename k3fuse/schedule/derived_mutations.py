@@ -85,8 +85,8 @@ def rearm_own_stage(schedule: Schedule) -> Iterator[Mutant]:
 def widen_grid(schedule: Schedule) -> Iterator[Mutant]:
     """A launch that spins gets more CTAs than there are SMs for.
 
-    Base: all launches have grids, those of side streams spin too, and all that may run at the same
-    time fit the target together.
+    Base: all launches have grids, those of side streams and beside them spin too, and all that may
+    run at the same time fit the target together.
     """
     if not schedule.target or not any(launch.spins for launch in schedule.launches):
         return
@@ -150,8 +150,11 @@ def _own_stage(schedule: Schedule, rule: MailboxRule) -> Schedule:
 def _with_grids(schedule: Schedule, sms: int) -> Schedule:
     sides = {launch.stream for launch in schedule.launches} - {"main"}
     wide = sms - SIDE_GRID * len(sides)
+    # What has nothing beside it spins only if its kernel does.
+    alone = {n for n, beside in _beside(schedule).items() if not beside}
+    alone -= {x.name for x in schedule.launches if x.spins}
     launches = tuple(
-        replace(x, grid=wide) if x.stream == "main" else replace(x, grid=SIDE_GRID, spins=True)
+        replace(x, grid=wide if x.stream == "main" else SIDE_GRID, spins=x.name not in alone)
         for x in schedule.launches
     )
     return replace(schedule, launches=launches)

@@ -86,9 +86,9 @@ def test_launches_without_a_kernel(
 ) -> None:
     """Fail by name under --strict; otherwise the bundle holds the others."""
 
-    def fussy(program: Program, target: Target) -> LaunchConfig:
+    def fussy(program: Program, target: Target, *, debug: bool) -> LaunchConfig:
         if program.label.startswith("l2_prefetch") or "linear" not in program.label:
-            return configure(program, target)
+            return configure(program, target, debug=debug)
         raise NotSupported("a matrix too many")
 
     monkeypatch.setattr(selecting, "configure", fussy)

@@ -48,13 +48,16 @@ class FakeDriver:
     def cuLibraryLoadData(self, image: bytes, *rest: object) -> tuple[int, str]:  # noqa: N802
         return (self.load_error, "library")
 
-    def cuLibraryGetKernel(self, library: str, symbol: bytes) -> tuple[int, str]:  # noqa: N802
-        return (0, symbol.decode())
+    def cuLibraryGetKernel(self, library: str, symbol: bytes) -> tuple[int, int]:  # noqa: N802
+        assert symbol == b"k_0"
+        return (0, 77)
 
-    def cuKernelGetFunction(self, kernel: str) -> tuple[int, str]:  # noqa: N802
-        return (0, kernel)
+    CUfunction = int
 
-    def cuFuncSetAttribute(self, *arguments: object) -> tuple[int]:  # noqa: N802
+    def cuCtxGetDevice(self) -> tuple[int, int]:  # noqa: N802
+        return (0, 3)
+
+    def cuKernelSetAttribute(self, *arguments: object) -> tuple[int]:  # noqa: N802
         self.attributes.append(arguments)
         return (0,)
 
@@ -70,7 +73,7 @@ class FakeDriver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     fake = FakeDriver()
-    monkeypatch.setattr(launcher, "_driver", lambda: fake)
+    monkeypatch.setattr(launcher, "cuda_driver", lambda: fake)
     monkeypatch.setattr(building, "dsl_version", lambda: "1")
     return fake
 
@@ -84,7 +87,7 @@ def test_a_launch_passes_everything_on(driver: FakeDriver, tmp_path: Path) -> No
     assert config.hStream == 7
     assert [a.id for a in config.attrs] == ["pdl", "cluster"]
     assert config.attrs[1].value.clusterDim.x == 2
-    assert driver.attributes == [("k_0", "smem", 50000)]
+    assert driver.attributes == [("smem", 50000, 77, 3)]
 
 
 def test_wrong_use_is_named(driver: FakeDriver, tmp_path: Path) -> None:

@@ -132,10 +132,10 @@ def test_memory_beside_the_plan() -> None:
 
 
 def test_a_refusal_keeps_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fussy(program: Program, target: Any) -> LaunchConfig:
+    def fussy(program: Program, target: Any, *, debug: bool) -> LaunchConfig:
         if "embedding" in program.label:
             raise NotSupported("tables of this size")
-        return configure(program, target)
+        return configure(program, target, debug=debug)
 
     monkeypatch.setattr(selecting, "configure", fussy)
     _, selection, _ = tiny()

@@ -385,7 +385,7 @@ def test_the_cache_key_follows_every_part() -> None:
     assert cache_key(dict(reversed(parts.items()))) == key
     others: dict[str, object] = {
         "version": "0.1.1",
-        "options": CompileOptions("gb300", prefetch=False).as_dict(),
+        "options": CompileOptions("gb300", prefetch=True).as_dict(),
         "config": replace(BUILTIN_CONFIGS["kimi-k3-tiny"], top_k=2),
         "target": replace(get_target("gb300"), hop_us=3.0),
         "pipeline": ("b", "a"),
