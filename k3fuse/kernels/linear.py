@@ -240,14 +240,8 @@ def plan_many(program: Program, stage: Stage, target: Target) -> StagePlan:
     return _plan(program, stage, target, _many, MAX_TOKENS)
 
 
-def _plan(
-    program: Program,
-    stage: Stage,
-    target: Target,
-    make: Callable[[Maps, Place], LinearOptions],
-    most: int,
-) -> StagePlan:
-    """Warps, tiles and ring of a stage."""
+def maps_of(program: Program, stage: Stage, most: int) -> Maps:
+    """What a stage of up to `most` tokens computes."""
     bundles = bundles_of(program, stage)
     first = program.steps[bundles[0][0]]
     x, w = (program.values[v] for v in first.operands[:2])
@@ -272,6 +266,18 @@ def _plan(
             chunk = program.values[step.operands[0]].width // program.tp
             pairs = all(len(b) == 1 for b in bundles)
             require(not pairs or chunk % 2 == 0, f"{chunk} columns a rank: must be even")
+    return Maps(m, k, first.operands[0], x.width, bundles, tuple(starts), heads)
+
+
+def _plan(
+    program: Program,
+    stage: Stage,
+    target: Target,
+    make: Callable[[Maps, Place], LinearOptions],
+    most: int,
+) -> StagePlan:
+    """Warps, tiles and ring of a stage."""
+    maps = maps_of(program, stage, most)
     many = any(step.op == "moe_experts" for step in program.steps)
     crowded = any(
         step.op in ROW or (step.op in ANCHORS and step.op not in FAMILY) for step in program.steps
@@ -283,7 +289,6 @@ def _plan(
         ring=SHARED_RING_BYTES if many else RING_BYTES,
         room=target.smem_per_block - OTHER_BYTES,
     )
-    maps = Maps(m, k, first.operands[0], x.width, bundles, tuple(starts), heads)
     options, ctas = make(maps, place), place.ctas
     units = -(-options.tiles // (options.nt * options.groups)) if options.mt else options.tiles
     if units < ctas and options.mt == 0:

@@ -167,7 +167,9 @@ LAUNCHES = {
         slots_norm 4,2,2048
         rms_norm 1,7168
         experts 3,16,4,256,96
-        linear 33,72,160""",
+        linear 33,72,160
+        linear 33,72,32
+        linear 21,24,2120""",
 }
 CASES = [
     (where, name.strip()) for where, names in LAUNCHES.items() for name in names.strip().split("\n")

@@ -5,8 +5,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
 from k3fuse.kernels.device import instructions as ins
-from k3fuse.kernels.device.tiles import make_tiles
+from k3fuse.kernels.device import linear_cluster
+from k3fuse.kernels.device.tiles import make_tiles, multiply_many
 from k3fuse.kernels.linear import STEP, STEP_BYTES, TILE, parts_of
+from k3fuse.kernels.linear_cluster import ClusterOptions
 
 
 def multiply_few(sums, step, x, w):
@@ -34,12 +36,6 @@ def sums_of(sums):
     )
 
 
-def multiply_many(sums, x, w):
-    """One step for a block of 16 tokens (x: words of rows g and g+8) and one tile."""
-    sums = ins.mma_bf16(sums, [x[0][0], x[1][0], x[0][1], x[1][1]], [w[0], w[1]])
-    return ins.mma_bf16(sums, [x[0][2], x[1][2], x[0][3], x[1][3]], [w[2], w[3]])
-
-
 STAGING = 15  # named barrier; the groups of warps take those from 1 on
 
 
@@ -52,6 +48,8 @@ class Held:
 def make(ctx, number):
     """Tiles in turn over the groups of all CTAs."""
     config, program = ctx.config, ctx.program
+    if isinstance(config.plans[number].options, ClusterOptions):
+        return linear_cluster.make(ctx, number)
     o = config.plans[number].options
     base_offset = config.stage_smem[number]
     private = config.private_offset(o.x)

@@ -1,4 +1,4 @@
-"""Tiles of the weights of linear maps: where their rows are, and what follows on their sums."""
+"""Tiles of the weights of linear maps: where their rows are, products, and what follows on sums."""
 
 from types import SimpleNamespace
 
@@ -6,9 +6,16 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr, range_constexpr
 
+from k3fuse.kernels.device import instructions as ins
 from k3fuse.kernels.device.pointwise import Pointwise, rounded
 from k3fuse.kernels.linear import TILE
 from k3fuse.kernels.stages import POINTWISE, PUSHES
+
+
+def multiply_many(sums, x, w):
+    """One step for a block of 16 tokens (x: words of rows g and g+8) and one tile."""
+    sums = ins.mma_bf16(sums, [x[0][0], x[1][0], x[0][1], x[1][1]], [w[0], w[1]])
+    return ins.mma_bf16(sums, [x[0][2], x[1][2], x[0][3], x[1][3]], [w[2], w[3]])
 
 
 def make_tiles(ctx, number, o, in_part=None):
