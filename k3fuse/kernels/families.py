@@ -45,6 +45,12 @@ FAMILIES = (
     Family("row", "row in registers", rowwise.plan_row, "the only one; 16 slots, norm: 2.7 us"),
     Family(
         "linear",
+        "some tokens: K over a cluster",
+        linear_cluster.plan_some,
+        "M=8 46 MB 12.9 us, 15 MB 5.7, 13 MB 5.1; the next 13.4, 6.5, 5.7",
+    ),
+    Family(
+        "linear",
         "few tokens: a tile a time",
         linear.plan_few,
         "46 MB at M=1 11.7 us (86 %), M=8 13.4; the other at M=8 needs twice the mma",

@@ -40,7 +40,11 @@ SLOT_STEPS = 66
 asking warp 40 cycles."""
 
 SHORT_SLOT_STEPS = 33
-"""The same for a CTA of one tile, which is done sooner after the last slot if that is small."""
+"""The same for a CTA of one tile beside other structures, which is done sooner after the last slot
+if that is small: 13 MB behind a private row at M=1 in 6.0 us, not 6.7."""
+
+LEAST_CLUSTER = 4
+"""CTAs that split K for 3 to 8 tokens, at least; each has the columns of a slot."""
 
 MOST_STAGED_BYTES = 120 * 1024
 MANY_STAGED_BYTES = 104 * 1024
@@ -130,7 +134,8 @@ class LinearOptions(Maps):
 
     split: warps that share a tile by slices of K; groups: of such warps in a CTA. nt: tiles of a
     warp, mt: blocks of 16 tokens (0: up to 8 tokens). chunk: steps of a warp in a ring slot;
-    depth: slots; ahead: slots that are asked for and have not come, at most (up to 8 tokens).
+    terms: sums of a warp and tile: one, or one a slot. depth: slots; ahead: slots that are asked
+    for and have not come, at most (up to 8 tokens).
     tokens_in: where a warp finds its tokens: "registers" (of its slice), "shared" (staged by the
     CTA), "row" (a private row, in shared memory too), or "memory".
     """
@@ -140,6 +145,7 @@ class LinearOptions(Maps):
     nt: int
     mt: int
     chunk: int
+    terms: int
     depth: int
     ahead: int
     tokens_in: Literal["registers", "shared", "row", "memory"]
@@ -206,7 +212,7 @@ class LinearOptions(Maps):
     @property
     def sums_bytes(self) -> int:
         """Partial sums of one tile, or nt tiles, of all warps."""
-        return self.warps * self.tokens * self.nt * TILE * 4
+        return self.warps * self.terms * self.tokens * self.nt * TILE * 4
 
 
 def bundles_of(program: Program, stage: Stage) -> tuple[tuple[int, ...], ...]:
@@ -307,7 +313,7 @@ def _few(maps: Maps, place: Place) -> LinearOptions:
     ctas, crowded, beside = place.ctas, place.crowded, place.beside
     m, heads, steps, tiles = maps.m, maps.heads, maps.all_steps, maps.tiles
     rounds = -(-tiles // min(tiles, ctas))
-    chunks = -(-steps // (SLOT_STEPS if rounds > 1 else SHORT_SLOT_STEPS))
+    chunks = -(-steps // (SHORT_SLOT_STEPS if rounds == 1 and crowded else SLOT_STEPS))
     width = -(-steps // chunks)
     split, chunk = min(
         ((s, -(-width // s)) for s in range(1, MAX_SPLIT + 1)),
@@ -324,6 +330,8 @@ def _few(maps: Maps, place: Place) -> LinearOptions:
     elif m <= 4 and chunks == 1 and rounds >= 4 and split % 2 == 0 and 2 * chunk <= WARP_STEPS:
         split, chunk, groups = split // 2, 2 * chunk, 2
     chunks = -(-steps // (split * chunk))
+    # A cluster that splits K for more tokens adds up CTA by CTA: a token has the same bits there.
+    terms = chunks if chunks >= LEAST_CLUSTER and not crowded and heads == 0 else 1
     slot = TILE * banked(split * chunk * STEP * 2)
     total = rounds * chunks
     staged = m * banked(chunks * split * chunk * STEP * 2)
@@ -352,6 +360,7 @@ def _few(maps: Maps, place: Place) -> LinearOptions:
         chunk=chunk,
         depth=depth,
         ahead=ahead,
+        terms=terms,
         tokens_in=tokens_in,
     )
 
@@ -394,6 +403,7 @@ def _many(maps: Maps, place: Place) -> LinearOptions:
         chunk=chunk,
         depth=max(2, min(room, 8)),
         ahead=0,
+        terms=1,
         tokens_in="shared" if shared else "memory",
     )
 

@@ -16,6 +16,8 @@ import pytest
 import torch
 
 from k3fuse.alone.check import check
+from k3fuse.alone.launching import Case, Kernel
+from k3fuse.alone.parity import parity
 from k3fuse.kernels.examples import example
 from k3fuse.kernels.families import FAMILIES
 from k3fuse.kernels.launch import LaunchConfig, configure
@@ -93,11 +95,14 @@ def compiled(program: Program) -> CompiledKernel:
         return replace(build(config, "sm_90a"), scratch=config.scratch_bytes)
 
 
-def faults_of(program: Program, kernel: CompiledKernel, seed: int) -> list[str]:
+def _facts(kernel: CompiledKernel) -> dict[str, Any]:
     params = [{"name": p.name, "kind": p.kind} for p in kernel.params]
-    facts = {"params": params, "scratch": kernel.scratch}
+    return {"params": params, "scratch": kernel.scratch}
+
+
+def faults_of(program: Program, kernel: CompiledKernel, seed: int) -> list[str]:
     program = configured(program).program
-    folder = OnCpu(kernel, program, seed)
+    folder, facts = OnCpu(kernel, program, seed), _facts(kernel)
     try:
         return check(folder, "k", facts, program, device="cpu", seed=seed, replays=0).faults
     except Fault as fault:
@@ -169,6 +174,7 @@ LAUNCHES = {
         experts 3,16,4,256,96
         linear 33,72,160
         linear 33,72,32
+        linear 5,16,7168
         linear 21,24,2120""",
 }
 CASES = [
@@ -201,6 +207,19 @@ def test_every_kind_of_stage_and_every_family_has_its_launch() -> None:
     assert {kind for kind, _ in seen} == set(get_args(Kind))
     assert {(family.kind, family.name) for family in FAMILIES} == seen
     assert any(configured(program_of(*case)).cluster > 1 for case in CASES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_row_has_the_same_bits_where_a_cluster_splits_k(dsl: None, rows: int) -> None:
+    few, some = (Case.of(example("linear", f"{m},16,7168")) for m in (rows, 5))
+    families = [configured(case.program).families[0].name for case in (few, some)]
+    assert families == ["few tokens: a tile a time", "some tokens: K over a cluster"]
+    kernels = [
+        Kernel(OnCpu(kernel, case.program, 1), "k", _facts(kernel), case, "cpu")
+        for case, kernel in ((case, compiled(case.program)) for case in (few, some))
+    ]
+    assert parity(*kernels)["equal"]
 
 
 @pytest.mark.slow

@@ -6,35 +6,15 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
 from k3fuse.kernels.device import instructions as ins
 from k3fuse.kernels.device import linear_cluster
-from k3fuse.kernels.device.tiles import make_tiles, multiply_many
+from k3fuse.kernels.device.tiles import (
+    make_tiles,
+    multiply_few,
+    multiply_many,
+    quad,
+    sums_of,
+)
 from k3fuse.kernels.linear import STEP, STEP_BYTES, TILE, parts_of
 from k3fuse.kernels.linear_cluster import ClusterOptions
-
-
-def multiply_few(sums, step, x, w):
-    """One step of 32 columns for up to 8 tokens: adds to one of two pairs of accumulators.
-
-    The quad x serves both mma: the first multiplies words 0, 1 of its row g, the second words 2, 3
-    of its row g+8. The other halves of the sums are never read.
-    """
-    at = 8 * (step % 2)
-    low = ins.mma_bf16(sums[at : at + 4], x, w[0:2])
-    high = ins.mma_bf16(sums[at + 4 : at + 8], x, w[2:4])
-    return [*sums[:at], *low, *high, *sums[at + 8 :]]
-
-
-def quad(words):
-    """As an A operand: words 0, 1 in row g, words 2, 3 in row g+8."""
-    return [words[0], words[2], words[1], words[3]]
-
-
-def sums_of(sums):
-    """Token g times rows 2t and 2t+1."""
-    return (
-        (sums[0] + sums[6]) + (sums[8] + sums[14]),
-        (sums[1] + sums[7]) + (sums[9] + sums[15]),
-    )
-
 
 STAGING = 15  # named barrier; the groups of warps take those from 1 on
 
@@ -312,14 +292,33 @@ def make(ctx, number):
     def step_of(j, part, q):
         return j * slot_steps + part * o.chunk + q
 
+    def zeros():
+        return [Float32(0.0) for _ in range(16)]
+
     def multiply_chunk(sums, words, at, j, part, t):
         for q in range(o.chunk):
             w = ins.load_shared16(at + q * (STEP * 2))
             if o.ragged:
                 live = inside(step_of(j, part, q), t)
                 w = [cutlass.select_(live, word, Uint32(0)) for word in w]
-            sums = multiply_few(sums, q + o.chunk * (j if isinstance(j, int) else 0), words[q], w)
+            sums = multiply_few(sums, q, words[q], w)
         return sums
+
+    def keep(mine, j, sums, g):
+        """Sums on the board, as the warp's term j."""
+        exists = None if o.m == TILE else g < o.m
+        ins.store_shared_pair(mine + j * (o.split * o.m * TILE * 4), *sums_of(sums), exists)
+
+    def add_up(place, line):
+        """All sums of a tile: those of the warps in order, term by term."""
+        a, b = Float32(0.0), Float32(0.0)
+        for j in range(o.terms):
+            part_a, part_b = Float32(0.0), Float32(0.0)
+            for r in range(o.split):
+                u, v = ins.load_shared_pair(place + (j * o.split + r) * (o.m * line))
+                part_a, part_b = part_a + u, part_b + v
+            a, b = a + part_a, b + part_b
+        return a, b
 
     def slice_of(base, part, t):
         """The quads of a warp's slice of K."""
@@ -345,8 +344,13 @@ def make(ctx, number):
             tile, portion = tile_at(ctx.cta + i * ctx.ctas)
             first = i * chunks
             early = early_operands(tile, row, t)
-            sums = [Float32(0.0) for _ in range(16)]
             base = token_base(row, tile)
+            # Two buffers: a warp can write its second next tile only after all read this one.
+            turn = i // o.groups
+            board = ctx.shared + (base_offset + o.ring_bytes) + (turn % 2) * o.sums_bytes
+            board += group * (o.terms * o.split * o.m * line)
+            sums = zeros()
+            mine = board + part * (o.m * line) + g * line + t * 8
             if const_expr(o.tokens_in == "registers" and private is None):
                 near = kept
                 if const_expr(o.heads != 0):
@@ -358,6 +362,9 @@ def make(ctx, number):
                     at = weights_at(first + j, part, g, t)
                     words = near[j * o.chunk : (j + 1) * o.chunk]
                     sums = multiply_chunk(sums, words, at, j, part, t)
+                    if const_expr(o.terms > 1):
+                        keep(mine, j, sums, g)
+                        sums = zeros()
             else:
                 for j in cutlass.range(chunks, unroll=1):
                     words = [
@@ -368,27 +375,19 @@ def make(ctx, number):
                         release(first + (j - 1))
                     at = weights_at(first + j, part, g, t)
                     sums = multiply_chunk(sums, words, at, j, part, t)
-            a, b = sums_of(sums)
-            # Two buffers: a warp can write its second next tile only after all read this one.
-            turn = i // o.groups
-            board = ctx.shared + (base_offset + o.ring_bytes) + (turn % 2) * o.sums_bytes
-            mine = None
-            if const_expr(o.m < TILE):
-                mine = g < o.m
-            ins.store_shared_pair(board + (ctx.warp * (o.m * line) + g * line + t * 8), a, b, mine)
+                    if const_expr(o.terms > 1):
+                        keep(mine, j, sums, g)
+                        sums = zeros()
+            if const_expr(o.terms == 1 and o.split > 1):
+                keep(mine, 0, sums, g)
             release(first + (chunks - 1))
-            if const_expr(o.split == 1):
+            if const_expr(o.split * o.terms == 1):
+                a, b = sums_of(sums)
                 tails(tile, portion, row, t, g, a, b, g < o.m, early)
             else:
                 ins.barrier(group + 1, o.split * 32)
                 if part == turn % o.split:
-                    total_a = Float32(0.0)
-                    total_b = Float32(0.0)
-                    place = board + group * (o.split * o.m * line) + row * line + t * 8
-                    for r in range_constexpr(o.split):
-                        u, v = ins.load_shared_pair(place + r * (o.m * line))
-                        total_a = total_a + u
-                        total_b = total_b + v
+                    total_a, total_b = add_up(board + row * line + t * 8, line)
                     tails(tile, portion, row, t, g, total_a, total_b, g < o.m, early)
 
     @cute.jit

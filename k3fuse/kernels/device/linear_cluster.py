@@ -5,8 +5,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
 from k3fuse.kernels.device import instructions as ins
-from k3fuse.kernels.device.tiles import make_tiles, multiply_many
-from k3fuse.kernels.linear import STEP, TILE
+from k3fuse.kernels.device.tiles import make_tiles, multiply_few, multiply_many, quad, sums_of
+from k3fuse.kernels.linear import FEW_TOKENS, STEP, TILE
 from k3fuse.kernels.linear_cluster import SUMMERS
 
 
@@ -19,6 +19,7 @@ def make(ctx, number):
     row_bytes, part_steps = o.k * 2, o.steps
     groups = ctx.ctas // o.cluster
     tiles = make_tiles(ctx, number, o)
+    few = o.m <= FEW_TOKENS
     triggers = program.trigger != "entry"
 
     def rank():
@@ -122,8 +123,11 @@ def make(ctx, number):
     def multiply():
         """The sums of this warp's slice of K, tile by tile."""
         g, t = ctx.lane // 4, ctx.lane % 4
+        halves = 1 if few else 2
         rows = [
-            cutlass.min(g + 8 * h + 16 * m, Int32(o.m - 1)) for m in range(o.mt) for h in range(2)
+            cutlass.min(g + 8 * h + 16 * m, Int32(o.m - 1))
+            for m in range(o.mt)
+            for h in range(halves)
         ]
         tokens = [[token_words(row, q, t) for row in rows] for q in range(o.chunk)]
         line = TILE * 4  # bytes of a token's sums
@@ -137,22 +141,28 @@ def make(ctx, number):
                 + g * o.row_bytes
                 + (ctx.warp * (o.chunk * STEP) + t * 8) * 2
             )
-            sums = [Float32(0.0) for _ in range(4 * o.mt)]
+            sums = [Float32(0.0) for _ in range(16 if few else 4 * o.mt)]
             for q in range_constexpr(o.chunk):
                 w = ins.load_shared16(weights + q * (STEP * 2))
                 if const_expr(o.ragged):
                     w = only(w, live(q, t))  # what was never copied may be no number
-                for m in range_constexpr(o.mt):
-                    k = 4 * m
-                    new = multiply_many(sums[k : k + 4], tokens[q][2 * m : 2 * m + 2], w)
-                    sums = [*sums[:k], *new, *sums[k + 4 :]]
+                if const_expr(few):
+                    sums = multiply_few(sums, q, quad(tokens[q][0]), w)
+                else:
+                    for m in range_constexpr(o.mt):
+                        k = 4 * m
+                        new = multiply_many(sums[k : k + 4], tokens[q][2 * m : 2 * m + 2], w)
+                        sums = [*sums[:k], *new, *sums[k + 4 :]]
             if n >= 2:
                 ins.wait_mbarrier(free_of(board), (n // 2 - 1) & 1)
             place = board_of(board) + ctx.warp * o.warp_bytes + g * line + t * 8
-            for m in range_constexpr(o.mt):
-                at = place + 16 * m * line
-                ins.store_shared_pair(at, sums[4 * m], sums[4 * m + 1])
-                ins.store_shared_pair(at + 8 * line, sums[4 * m + 2], sums[4 * m + 3])
+            if const_expr(few):
+                ins.store_shared_pair(place, *sums_of(sums))
+            else:
+                for m in range_constexpr(o.mt):
+                    at = place + 16 * m * line
+                    ins.store_shared_pair(at, sums[4 * m], sums[4 * m + 1])
+                    ins.store_shared_pair(at + 8 * line, sums[4 * m + 2], sums[4 * m + 3])
             cute.arch.sync_warp()
             ins.arrive_mbarrier(summed_of(board), ctx.lane == 0)
             ins.arrive_mbarrier(empty_of(slot), ctx.lane == 0)

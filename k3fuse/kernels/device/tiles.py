@@ -12,6 +12,31 @@ from k3fuse.kernels.linear import TILE
 from k3fuse.kernels.stages import POINTWISE, PUSHES
 
 
+def multiply_few(sums, step, x, w):
+    """One step of 32 columns for up to 8 tokens: adds to one of two pairs of accumulators.
+
+    The quad x serves both mma: the first multiplies words 0, 1 of its row g, the second words 2, 3
+    of its row g+8. The other halves of the sums are never read.
+    """
+    at = 8 * (step % 2)
+    low = ins.mma_bf16(sums[at : at + 4], x, w[0:2])
+    high = ins.mma_bf16(sums[at + 4 : at + 8], x, w[2:4])
+    return [*sums[:at], *low, *high, *sums[at + 8 :]]
+
+
+def quad(words):
+    """As an A operand: words 0, 1 in row g, words 2, 3 in row g+8."""
+    return [words[0], words[2], words[1], words[3]]
+
+
+def sums_of(sums):
+    """Token g times rows 2t and 2t+1."""
+    return (
+        (sums[0] + sums[6]) + (sums[8] + sums[14]),
+        (sums[1] + sums[7]) + (sums[9] + sums[15]),
+    )
+
+
 def multiply_many(sums, x, w):
     """One step for a block of 16 tokens (x: words of rows g and g+8) and one tile."""
     sums = ins.mma_bf16(sums, [x[0][0], x[1][0], x[0][1], x[1][1]], [w[0], w[1]])
