@@ -47,19 +47,19 @@ FAMILIES = (
         "linear",
         "some tokens: K over a cluster",
         linear_cluster.plan_some,
-        "M=8 46 MB 12.9 us, 15 MB 5.7, 13 MB 5.1; the next 13.4, 6.5, 5.7",
+        "M=8: 46 MB 12.7 us, 15 MB 5.5, 13 MB 4.9; the next 13.4, 6.5, 5.7",
     ),
     Family(
         "linear",
         "few tokens: a tile a time",
         linear.plan_few,
-        "46 MB at M=1 11.7 us (86 %), M=8 13.4; the other at M=8 needs twice the mma",
+        "46 MB at M=1 11.9 us (84 %), M=8 13.4; the last at M=8 needs twice the mma",
     ),
     Family(
         "linear",
         "K over a cluster",
         linear_cluster.plan_cluster,
-        "46 MB at M=16 12.8 us, M=64 19.5, the next 17.6 and 41.9; 15 MB 6.2, 10.8, 14.0, 39.2",
+        "46 MB at M=16 12.9 us, M=64 18.2, the next 17.6 and 41.9; 15 MB 6, 10, 14, 39",
     ),
     Family(
         "linear",

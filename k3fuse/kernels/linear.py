@@ -4,15 +4,15 @@ Moves 2NK bytes of weights, bound by reading them. A tile is 8 weight rows, the 
 m16n8k16 with tokens as A, so that a token's sums do not depend on the others. Two maps whose
 results meet elementwise (gate and up) share a tile, four rows each, so that a lane holds both.
 
-Up to 8 tokens a warp of its own streams the tiles of the CTA through a ring of slots, 8 rows by
-some columns, with a bulk copy a row; the first slots above the PDL wait, a bounded number at a
+Few tokens, up to 8: a warp of its own streams the tiles of the CTA through a ring of slots, 8 rows
+by some columns, with a bulk copy a row; the first slots above the PDL wait, a bounded number at a
 time. The other warps each take a slice of a slot's columns, or whole tiles where K is small; both
 halves of the A operand hold the same tokens. Tiles left after whole rounds of the grid are shared
 out by rows.
 
-Above, up to 64 tokens, a warp takes `nt` tiles or its slice of K of them, and streams them through
-a ring of its own with 16-byte asynchronous copies. `mla_value` is the same with the heads' own
-slices of x.
+Above, up to 64 tokens, beside other stages or with heads (else see `linear_cluster`), a warp takes
+`nt` tiles or its slice of K of them, and streams them through a ring of its own with 16-byte
+asynchronous copies. `mla_value` is the same with the heads' own slices of x.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Linear stages of 9 to 64 tokens, K split over the CTAs of a cluster and there over warps.
+"""Linear stages of 3 to 64 tokens, K split over the CTAs of a cluster and there over warps.
 
 A warp keeps the tokens of its slice of K in registers, so that a cluster reads the tokens once and
 not every CTA all of them. A warp of its own streams the slices of the cluster's tiles of 8 weight
