@@ -6,7 +6,8 @@
 `prepare` writes for each case a bundle, the recipe of its checkpoint, and what the reference
 executor generates from it on the CPU. `run` makes the checkpoint again, decodes on the GPU three
 times and compares: free (the tokens), held to the reference's tokens (so that logits can be
-compared at every step), and the same with the launches one by one (bits of logits and states).
+compared at every step), the same with the launches one by one (bits of logits and states), and
+every step from the reference's state (the contract of docs/numerics.md).
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from torch import Tensor
 
 from benchmarks.gpu_worker import Worker, gpu_facts, say
 
-CHECKPOINT_SECONDS = 240
 VOCABULARY = 512
+MEDIAN = 0.02
+"""Of the rms errors of logits over their deviation, each step from the reference's state."""
 
 
 @dataclass(frozen=True)
@@ -66,15 +68,17 @@ SETS = {
         Case("kimi-linear-tiny", tokens=32),
     ),
     "tiny": (
-        *(Case("kimi-k3-tiny", tp=tp) for tp in (1, 2, 4)),
-        *(Case("kimi-k3-tiny", tp=tp, rows=8) for tp in (1, 2)),
-        Case("kimi-k3-tiny", tp=2, pinned=False),
+        Case("kimi-k3-tiny"),
+        Case("kimi-k3-tiny", tp=2),
+        Case("kimi-k3-tiny", tp=4, tokens=128),
+        Case("kimi-k3-tiny", tp=2, rows=8),
         Case("kimi-linear-tiny"),
     ),
     "mini": (
-        *(Case("kimi-k3-mini", tp=tp, tokens=64) for tp in (1, 2, 4)),
-        Case("kimi-k3-mini", rows=8, tokens=64),
+        Case("kimi-k3-mini", tokens=64),
+        Case("kimi-k3-mini", tp=2, tokens=64),
     ),
+    "loose": (Case("kimi-k3-tiny", tp=2, pinned=False),),
 }
 
 
@@ -190,7 +194,16 @@ class Held:
 
     def step(self, inputs: Any, rows: int, mode: Any) -> Any:
         result = self._engine.step(inputs, rows, mode, eager=self._eager)
-        tokens = result.tokens.clone()
+        self._last = self._chosen(inputs, result.tokens, rows)
+        if mode == "commit":
+            for slot in inputs.slots.tolist():
+                if slot >= 0:
+                    self._by_slot[slot][1] += 1
+        return result._replace(tokens=self._last)
+
+    def _chosen(self, inputs: Any, natural: Tensor, rows: int) -> Tensor:
+        """What the rows of a step are made to choose."""
+        tokens = natural.clone()
         for place, slot in enumerate(inputs.slots.tolist()):
             if slot < 0:
                 continue
@@ -198,15 +211,28 @@ class Held:
             for row in range(rows):
                 if count + row < len(self._expected[prompt]):
                     tokens[place * rows + row] = self._expected[prompt][count + row]
-            if mode == "commit":
-                self._by_slot[slot][1] += 1
-        return result._replace(tokens=tokens)
+        return tokens
 
     def commit(self, slots: Tensor, accepted: Tensor) -> None:
         self._engine.commit(slots, accepted, eager=self._eager)
         for slot, count in zip(slots.tolist(), accepted.tolist(), strict=True):
             if slot >= 0:
                 self._by_slot[slot][1] += count
+
+
+class FromReference(Held):
+    """As `Held`, every step from the reference's state: the graph's logits, and then the step again
+    op by op, whose state is kept."""
+
+    def step(self, inputs: Any, rows: int, mode: Any) -> Any:
+        states = [self._engine.states(rank) for rank in range(len(self._engine.mode.mine))]
+        before = [{name: state.clone() for name, state in held.items()} for held in states]
+        logits = super().step(inputs, rows, mode).logits.clone()  # also notes what to choose
+        for held, kept in zip(states, before, strict=True):
+            for name, state in held.items():
+                state.copy_(kept[name])
+        exact = self._engine.prefill(inputs, rows)
+        return exact._replace(logits=logits, tokens=self._last)
 
 
 class OpByOp(Held):
@@ -269,7 +295,7 @@ def compare(folder: Path, case: Case, engine: Any, taken: int) -> dict[str, Any]
     }
     held = load_file(folder / f"{case.weights}.safetensors")
     prompts = prompts_of(case)
-    expected = [held[f"tokens.{i}"].tolist() for i in range(len(prompts))]
+    expected = [held[f"tokens.{i}"][: case.tokens].tolist() for i in range(len(prompts))]
     arguments = {"buckets": [1, 2, 4], "rows_per_request": case.rows}
 
     begin = time.perf_counter()
@@ -293,6 +319,17 @@ def compare(folder: Path, case: Case, engine: Any, taken: int) -> dict[str, Any]
         for k, v in engine.states().items()
     )
     if case.rows == 1:
+        near = generate(FromReference(engine, expected, eager=False), prompts, 64, **arguments)
+        off = [
+            (row.double().cpu() - wanted.double()).square().mean().sqrt() / wanted.double().std()
+            for i, rows in enumerate(near.logits)
+            for row, wanted in zip(rows[1:], held[f"logits.{i}"][1:64], strict=True)
+        ]
+        found["from_reference_median"] = float(torch.stack(off).median())
+        found["from_reference_same_token"] = sum(
+            int((rows.argmax(1).cpu() == held[f"logits.{i}"][:64].argmax(1)).sum())
+            for i, rows in enumerate(near.logits)
+        ) / (64 * len(near.logits))
         slow = generate(OpByOp(engine, expected), prompts, 8, **arguments)
         found["op_by_op_error"] = max(
             float((a.cpu() - held[f"logits.{i}"][:8]).norm() / held[f"logits.{i}"][:8].norm())
@@ -300,7 +337,7 @@ def compare(folder: Path, case: Case, engine: Any, taken: int) -> dict[str, Any]
         )
     errors, wrong, margins = [], 0, []
     for index, logits in enumerate(graph.logits):
-        wanted = held[f"logits.{index}"].double()
+        wanted = held[f"logits.{index}"][: case.tokens].double()
         got = logits.double().cpu()
         error = (got - wanted).norm(dim=1) / wanted.norm(dim=1)
         errors.append(error.max().item())
@@ -316,7 +353,12 @@ def compare(folder: Path, case: Case, engine: Any, taken: int) -> dict[str, Any]
     found["argmax_other"] = wrong
     found["argmax_loss"] = max(margins, default=0.0)
     found["accepted"] = graph.mean_accepted
-    found["ok"] = found["eager_equal"] and found["eager_states_equal"] and wrong == 0
+    found["ok"] = (
+        found["eager_equal"]
+        and found["eager_states_equal"]
+        # docs/numerics.md, "Comparing whole steps": every step from the reference's state
+        and found.get("from_reference_median", 0.0) <= MEDIAN
+    )
     return found
 
 
