@@ -22,7 +22,9 @@ class StagePlan:
     smem: bytes of shared memory of its own. scratch: bytes of global memory of its own, beside the
     values. options: a frozen dataclass of plain scalars for the device code (None: nothing).
     late: it fills its shared memory only when it runs, not above the wait, so that behind a
-    barrier that may be the memory of stages before.
+    barrier, or of private stages, that may be the memory of stages before. near: it takes operands
+    from where private stages and peers left them, shared memory and the mailbox. early: bytes at
+    the end of its shared memory that a late stage fills above the wait.
     """
 
     items: int
@@ -31,6 +33,8 @@ class StagePlan:
     scratch: int = 0
     options: Any = None
     late: bool = False
+    near: bool = False
+    early: int = 0
 
 
 Plan = Callable[[Program, Stage, Target], StagePlan]

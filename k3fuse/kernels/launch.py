@@ -41,7 +41,7 @@ class LaunchConfig:
 
     ctas: grid; cluster: CTAs that share a row (1: none). plans, families: one a stage. scratch:
     (value, offset) of what passes between stages; private: (value, offset in shared memory) of
-    rows that every CTA keeps. stage_smem, stage_scratch: offsets of each stage's own memory.
+    what every CTA keeps. stage_smem, stage_scratch: offsets of each stage's own memory.
     debug: spins are bounded and reported.
     """
 
@@ -164,6 +164,8 @@ def _configure(program: Program, target: Target, private_limit: int, debug: bool
     stages = cut(program, private_limit=private_limit, private_reads=PRIVATE_READS)
     chosen = [choose(program, stage, target) for stage in stages]
     plans = [plan for _, plan in chosen]
+    for stage, plan in zip(stages, plans, strict=True):
+        require(plan.near or not _takes_near(program, stages, stage), "operands are not in memory")
     threads = max(plan.threads for plan in plans)
     levels = max(stage.level for stage in stages)
     most = target.sm_count - (SIDE_SMS if levels else 0)
@@ -189,8 +191,10 @@ def _configure(program: Program, target: Target, private_limit: int, debug: bool
     stage_smem: list[int] = []
     base = _aligned(at, 128)
     for number, (stage, plan) in enumerate(zip(stages, plans, strict=True)):
-        through = all(before.level < stage.level for before in stages[:number])
-        place = base if plan.smem and plan.late and through else _aligned(at, 128)
+        through = all(b.level < stage.level or b.private for b in stages[:number])
+        place = _aligned(at, 128)
+        if plan.smem and plan.late and through:
+            place = max(base, _aligned(at - (plan.smem - plan.early), 128))
         stage_smem.append(place)
         at = max(at, place + plan.smem)
     require(
@@ -264,8 +268,17 @@ def _private_values(program: Program, stages: tuple[Stage, ...]) -> list[int]:
     for stage in stages:
         if stage.private:
             steps = [program.steps[i] for i in stage.steps]
-            found.append(steps[-1].results[0])
+            found += steps[-1].results
     return found
+
+
+def _takes_near(program: Program, stages: tuple[Stage, ...], stage: Stage) -> bool:
+    """Whether experts take routes of their own CTA, or tokens from the mailbox."""
+    if stage.kind not in ("experts_up", "experts_down"):
+        return False
+    taken = program.steps[stage.steps[0]].operands
+    placed = {i for s in stages for i in s.steps if not (s.kind == "route" and s.private)}
+    return any(set(s.results) & set(taken) for i, s in enumerate(program.steps) if i not in placed)
 
 
 def _scratch(

@@ -65,8 +65,8 @@ RING_BYTES = 176 * 1024
 SHARED_RING_BYTES = 64 * 1024
 """Of a CTA that also holds the experts' rings."""
 
-ROUTING_SMS = 18
-"""SMs left to the side streams and to the routing of a launch that also holds the experts."""
+EXPERTS_SMS = 10
+"""SMs that a launch that also holds the experts leaves to the side streams."""
 
 
 def banked(size: int) -> int:
@@ -260,7 +260,7 @@ def _plan(
         step.op in ROW or (step.op in ANCHORS and step.op not in FAMILY) for step in program.steps
     )
     ring = SHARED_RING_BYTES if many else RING_BYTES
-    ctas = target.sm_count - (ROUTING_SMS if many else 0)
+    ctas = target.sm_count - (EXPERTS_SMS if many else 0)
     maps = Maps(m, k, first.operands[0], x.width, bundles, tuple(starts), heads)
     options = make(maps, ring, ctas, crowded)
     units = -(-options.tiles // (options.nt * options.groups)) if options.mt else options.tiles
