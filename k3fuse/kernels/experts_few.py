@@ -6,10 +6,14 @@ fill a ring of slots in shared memory by bulk copies, `WORKERS` warps multiply, 
 adds up what the workers leave.
 
 `experts_up`: a slot is a unit, 8 gate and 8 up rows of one expert. The workers split its columns;
-each leaves its sums in its own part of the slot. h goes to scratch as bfloat16.
+each leaves its sums in its own part of the slot. h goes to scratch as bfloat16. Units left after
+whole rounds of the grid are cut by rows: their slots are filled, and their sums kept, in part.
 
-`experts_down`, behind a barrier of the grid: a slot holds `rows` rows of `entries` experts, and a
-worker takes 16 rows of one. The first slots are asked for before the barrier.
+`experts_down`: a slot holds `rows` rows of `entries` experts, and a worker takes 16 rows of one. It
+waits until all CTAs have left h of those experts: for the first and second half of the slots the
+grid has a counter, where a reducer arrives when its CTA has no unit left of those experts. (An
+arrival takes a reducer 1 us, so that one for each slot is slower.) The first slots are asked for
+before.
 
 Codes are multiplied as bfloat16 of value * 2^-126. So that products stay far from the ends of
 float32, a token is multiplied by the power of two that brings its largest element near 2^100, and
@@ -21,6 +25,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from k3fuse.kernels import linear
 from k3fuse.kernels.family import StagePlan, require
 from k3fuse.kernels.program import Program
 from k3fuse.kernels.stages import PUSHES, Stage
@@ -37,19 +42,24 @@ THREADS = 19 * 32
 MAX_UP_GROUPS = 8  # of a worker: tokens in registers
 MAX_DOWN_GROUPS = 8  # whose h is fetched ahead; of more, a few at a time
 MAX_SLOTS = 6
-IN_FLIGHT = 3  # slots: more make each of them late
+LET_PASS = 1  # of units on their way, the last must be there before `experts_down` asks for slots
 SHARED_BYTES = 212 * 1024
+OTHER_BYTES = 4 * 1024  # of shared memory: what the launch itself keeps there
+COUNTERS_AT = 32  # words from the start of the launch's control word
+HALVES = 2  # of the slots of `experts_down`; a lane and a counter each
 CODE_SCALE = 2.0**126
 TOKEN_EXPONENT = 100  # of the largest element of a scaled token
 
 
 @dataclass(frozen=True)
 class FewOptions:
-    """Sizes of both stages, and offsets in the shared memory of `experts_up`, which both use.
+    """Sizes of both stages, and offsets in the shared memory of `experts_up`, which both use. The
+    slots stand at its start; the rest is filled above the wait.
 
     workers: warps that share a unit, `groups` scale groups each. stride: bytes between rows of
     a unit in its slot. rows: of the result, of a CTA at a time; entries: experts of a slot.
-    h_scale: what h is multiplied with. vector: columns that a thread stores at once.
+    h_scale: what h is multiplied with. vector: columns that a thread stores at once. met_at:
+    barriers of the halves of the slots, whose h is there.
     """
 
     m: int
@@ -68,16 +78,16 @@ class FewOptions:
     slots: int
     slot_bytes: int
     vector: int
-    ids_at: int
+    barriers_at: int
+    met_at: int
     weights_at: int
-    owners_at: int
+    table_at: int
     experts_at: int
     places_at: int
     counts_at: int
     factors_at: int
     largest_at: int
     results_at: int
-    slots_at: int
     smem: int
 
     @property
@@ -137,25 +147,27 @@ def options_of(program: Program, stage: Stage, target: Target) -> FewOptions:
     i_groups = i // GROUP
     down = rows * (i // 2 + i_groups) * (WORKERS * 16 // rows)
     slot = -(-max(16 * (stride + groups) + 4, down) // 128) * 128  # a word may be read past scales
-    at = MAX_SLOTS * 24
-    places: list[int] = []
     pairs = m * k
-    for size in (
-        pairs * 4 + 16,
+    sizes = (
+        MAX_SLOTS * 24,
+        HALVES * 8,
         pairs * 4,
-        pairs * 4,
+        experts * 4 if m > 1 else 0,
         pairs * 4,
         pairs * 32,
         80,
         32,
         WORKERS * 32,
         pairs * rows * 4,
-    ):
+    )
+    lists = sum(-(-size // 16) * 16 for size in sizes)
+    limit = target.smem_per_block - OTHER_BYTES - beside(program, target)
+    slots = min(MAX_SLOTS, (min(SHARED_BYTES, limit) - lists) // slot)
+    at = slots * slot
+    places: list[int] = []
+    for size in sizes:
         places.append(at)
-        at = -(-(at + size) // 16) * 16
-    at = -(-at // 128) * 128
-    limit = min(SHARED_BYTES, target.smem_per_block)
-    slots = min(MAX_SLOTS, (limit - at) // slot)
+        at += -(-size // 16) * 16
     require(slots >= 2, f"I={i}, Z={z.width}: two slots do not fit shared memory")
     return FewOptions(
         m=m,
@@ -174,18 +186,24 @@ def options_of(program: Program, stage: Stage, target: Target) -> FewOptions:
         slots=slots,
         slot_bytes=slot,
         vector=columns_at_once(program, step.results[0]),
-        ids_at=places[0],
-        weights_at=places[1],
-        owners_at=places[2],
-        experts_at=places[3] if m > 1 else places[0],
-        places_at=places[4],
-        counts_at=places[5],
-        factors_at=places[6],
-        largest_at=places[7],
-        results_at=places[8],
-        slots_at=at,
-        smem=at + slots * slot,
+        barriers_at=places[0],
+        met_at=places[1],
+        weights_at=places[2],
+        table_at=places[3],
+        experts_at=places[4],
+        places_at=places[5],
+        counts_at=places[6],
+        factors_at=places[7],
+        largest_at=places[8],
+        results_at=places[9],
+        smem=at,
     )
+
+
+def beside(program: Program, target: Target) -> int:
+    """Shared memory of the linear maps of the launch, whose weights are there from the start."""
+    steps = tuple(i for i, step in enumerate(program.steps) if step.op == "linear")
+    return linear.plan_few(program, Stage("linear", steps), target).smem if steps else 0
 
 
 def columns_at_once(program: Program, result: int) -> int:
@@ -207,10 +225,12 @@ def plan_up(program: Program, stage: Stage, target: Target) -> StagePlan:
         scratch=o.pairs * o.i * 2,
         options=o,
         late=True,
+        near=True,
+        early=o.smem - o.barriers_at,
     )
 
 
 def plan_down(program: Program, stage: Stage, target: Target) -> StagePlan:
     """Tiles of the result; slots and lists are those of `experts_up`."""
     o = options_of(program, stage, target)
-    return StagePlan(items=o.down_tiles, threads=THREADS, options=o, late=True)
+    return StagePlan(items=o.down_tiles, threads=THREADS, options=o, late=True, near=True)

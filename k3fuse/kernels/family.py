@@ -22,8 +22,11 @@ class StagePlan:
     smem: bytes of shared memory of its own. scratch: bytes of global memory of its own, beside the
     values. options: a frozen dataclass of plain scalars for the device code (None: nothing).
     late: it fills its shared memory only when it runs, not above the wait, so that behind a
-    barrier that may be the memory of stages before. askers: of the threads, the last ones, which
-    only ask for weights. cluster: CTAs that may share the work that each needs the result of.
+    barrier, or of private stages, that may be the memory of stages before. near: it takes operands
+    from where private stages and peers left them, shared memory and the mailbox. early: bytes at
+    the end of its shared memory that a late stage fills above the wait. askers: of the threads, the
+    last ones, which only ask for weights. cluster: CTAs that may share the work that each needs the
+    result of.
     """
 
     items: int
@@ -32,6 +35,8 @@ class StagePlan:
     scratch: int = 0
     options: Any = None
     late: bool = False
+    near: bool = False
+    early: int = 0
     askers: int = 0
     cluster: int = 1
 

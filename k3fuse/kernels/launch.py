@@ -41,9 +41,9 @@ class LaunchConfig:
 
     ctas: grid; cluster: CTAs that share a row (1: none). plans, families: one a stage. scratch:
     (value, offset) of what passes between stages; private: (value, offset in shared memory) of
-    rows that every CTA keeps. askers: the last threads, which ask for the weights of the first
-    level and take part in nothing else before its end. stage_smem, stage_scratch: offsets of each
-    stage's own memory. debug: spins are bounded and reported.
+    what every CTA keeps. askers: the last threads, which ask for the weights of the first level and
+    take part in nothing else before its end. stage_smem, stage_scratch: offsets of each stage's
+    own memory. debug: spins are bounded and reported.
     """
 
     program: Program
@@ -172,6 +172,8 @@ def _configure(
 ) -> LaunchConfig:
     chosen = [choose(program, stage, target) for stage in stages]
     plans = [plan for _, plan in chosen]
+    for stage, plan in zip(stages, plans, strict=True):
+        require(plan.near or not _takes_near(program, stages, stage), "operands are not in memory")
     askers = _askers(stages, plans)
     threads = askers + max(plan.threads - (plan.askers if askers else 0) for plan in plans)
     levels = max(stage.level for stage in stages)
@@ -203,8 +205,10 @@ def _configure(
     stage_smem: list[int] = []
     base = _aligned(at, 128)
     for number, (stage, plan) in enumerate(zip(stages, plans, strict=True)):
-        through = all(before.level < stage.level for before in stages[:number])
-        place = base if plan.smem and plan.late and through else _aligned(at, 128)
+        through = all(b.level < stage.level or b.private for b in stages[:number])
+        place = _aligned(at, 128)
+        if plan.smem and plan.late and through:
+            place = max(base, _aligned(at - (plan.smem - plan.early), 128))
         stage_smem.append(place)
         at = max(at, place + plan.smem)
     require(
@@ -287,8 +291,17 @@ def _private_values(program: Program, stages: tuple[Stage, ...]) -> list[int]:
     for stage in stages:
         if stage.private:
             steps = [program.steps[i] for i in stage.steps]
-            found.append(steps[-1].results[0])
+            found += steps[-1].results
     return found
+
+
+def _takes_near(program: Program, stages: tuple[Stage, ...], stage: Stage) -> bool:
+    """Whether experts take routes of their own CTA, or tokens from the mailbox."""
+    if stage.kind not in ("experts_up", "experts_down"):
+        return False
+    taken = program.steps[stage.steps[0]].operands
+    placed = {i for s in stages for i in s.steps if not (s.kind == "route" and s.private)}
+    return any(set(s.results) & set(taken) for i, s in enumerate(program.steps) if i not in placed)
 
 
 def _scratch(

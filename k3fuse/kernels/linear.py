@@ -73,8 +73,8 @@ RING_BYTES = 176 * 1024
 SHARED_RING_BYTES = 64 * 1024
 """Of a CTA that also holds the experts' rings."""
 
-ROUTING_SMS = 18
-"""SMs left to the side streams and to the routing of a launch that also holds the experts."""
+EXPERTS_SMS = 10
+"""SMs that a launch that also holds the experts leaves to the side streams."""
 
 
 def banked(size: int) -> int:
@@ -289,7 +289,7 @@ def _plan(
         step.op in ROW or (step.op in ANCHORS and step.op not in FAMILY) for step in program.steps
     )
     place = Place(
-        ctas=target.sm_count - (ROUTING_SMS if many else 0),
+        ctas=target.sm_count - (EXPERTS_SMS if many else 0),
         crowded=crowded,
         beside=stage.beside,
         ring=SHARED_RING_BYTES if many else RING_BYTES,

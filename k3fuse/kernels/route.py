@@ -1,9 +1,13 @@
 """The router's choice: the best `top_k` of E experts a row, with weights.
 
-A row is one CTA's: it reads 4E bytes of logits and as many of the bias, and is bound by latency. A
-warp holds a slice of the row, up to four scores a lane, and takes its own best `top_k` one after
-the other; those candidates of all warps then count how many of them are better. Scores that are
-equal go to the lower id because ids are part of the comparison.
+A CTA reads 4E bytes of logits and as many of the bias for a row, and is bound by latency. The warps
+of a row hold its logits in registers. Scores are computed roughly at first; the `top_k`th of the
+largest of 32 columns, one a lane, bounds the choice from below. Those few that may reach it are
+candidates: their exact scores are compared, each with all others. Scores that are equal go to the
+lower id because ids are part of the comparison.
+
+Rows are taken in turn by the CTAs; or, when `private`, every CTA does them all at once for itself,
+which for few rows is faster than a barrier of the grid.
 """
 
 from __future__ import annotations
@@ -15,35 +19,34 @@ from k3fuse.kernels.program import Program
 from k3fuse.kernels.stages import Stage
 from k3fuse.target import Target
 
-MAX_WARPS = 8
-SCORES_A_LANE = 4
+WARPS = 16
 MAX_EXPERTS = 2048
-MAX_CHOSEN = 32
+MAX_CHOSEN = 32  # columns
 
 
 @dataclass(frozen=True)
 class RouteOptions:
-    """warps: those that hold a slice of the row, `lane_scores` scores a lane.
+    """together: rows at a time, of `warps` warps each; a lane takes `loads` times `vector` experts.
 
-    candidates_at, chosen_at: offsets in shared memory; the scores stand at 0.
+    columns_at ... chosen_at: offsets in shared memory; the candidates stand at 0.
     """
 
     experts: int
     top_k: int
+    together: int
     warps: int
-    lane_scores: int
+    vector: int
+    loads: int
     renormalize: bool
     scale: float
-    candidates_at: int
+    columns_at: int
+    tops_at: int
+    counts_at: int
     chosen_at: int
-
-    @property
-    def candidates(self) -> int:
-        return self.warps * self.top_k
 
 
 def plan_route(program: Program, stage: Stage, target: Target) -> StagePlan:
-    """One row a CTA."""
+    """One row a CTA, or all rows."""
     step = program.steps[stage.steps[0]]
     logits, bias = (program.values[v] for v in step.operands)
     experts, top_k = logits.width, int(step.attribute("top_k") or 0)
@@ -53,17 +56,34 @@ def plan_route(program: Program, stage: Stage, target: Target) -> StagePlan:
         1 <= top_k <= min(experts, MAX_CHOSEN),
         f"{top_k} experts a row: one to {MAX_CHOSEN} are chosen",
     )
-    warps = min(MAX_WARPS, -(-experts // (32 * SCORES_A_LANE)))
-    candidates_at = -(-experts * 4 // 16) * 16
-    chosen_at = candidates_at + warps * top_k * 8
+    together = logits.rows if stage.private else 1
+    require(together <= WARPS, f"{together} rows at a time: there are {WARPS} warps")
+    vector = 4 if experts % 4 == 0 and experts >= 128 else 1  # a lane is a column: 32 of them
+    warps = min(WARPS // together, -(-experts // (32 * vector)))
+    places: list[int] = []
+    at = 0
+    for size in (
+        together * experts * 16,
+        together * warps * 128,
+        WARPS * 128,
+        together * 4,
+        together * top_k * 8,
+    ):
+        places.append(at)
+        at = -(-(at + size) // 16) * 16
     options = RouteOptions(
         experts=experts,
         top_k=top_k,
+        together=together,
         warps=warps,
-        lane_scores=-(-experts // (32 * warps)),
+        vector=vector,
+        loads=-(-experts // (32 * vector * warps)),
         renormalize=bool(step.attribute("renormalize", True)),
         scale=float(step.attribute("scale") or 0.0),
-        candidates_at=candidates_at,
-        chosen_at=chosen_at,
+        columns_at=places[1],
+        tops_at=places[2],
+        counts_at=places[3],
+        chosen_at=places[4],
     )
-    return StagePlan(items=logits.rows, threads=256, smem=chosen_at + top_k * 8, options=options)
+    threads = together * warps * 32
+    return StagePlan(items=logits.rows, threads=max(threads, 64), smem=at, options=options)

@@ -3,8 +3,8 @@
 Elementwise ops are no stages of their own: what stands before a stage is evaluated where the stage
 reads it, what follows a linear map or a row norm is done on its results in registers. Values that
 pass between stages lie in scratch memory; a stage that reads what other CTAs wrote stands behind a
-barrier of the grid (a higher level). A row stage may instead be done by every CTA for itself
-("private"), with its result in shared memory.
+barrier of the grid (a higher level). A row stage, or the routing of few tokens, may instead be done
+by every CTA for itself ("private"), with its result in shared memory.
 """
 
 from __future__ import annotations
@@ -76,6 +76,9 @@ ANCHORS: dict[str, tuple[Kind, ...]] = {
 }
 READS_MAILBOX = ("argmax_pick", "route_topk")
 """Anchors that poll a mailbox themselves; for all others a mailbox is received first."""
+FEW_ROWS = 8
+"""Rows that the experts may take from the mailbox themselves, and of which every CTA may do the
+routing for itself."""
 ARGMAX_COLUMNS = 32 * 1024
 """Columns of a row that one CTA goes through alone, 2 us; of longer rows every CTA takes a part,
 and a barrier later `argmax_merge` compares the parts."""
@@ -126,8 +129,9 @@ def normalize(program: Program) -> Program:
 
 
 class _Cutter:
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, private: bool) -> None:
         self.program = program
+        self.private = private
         self.stages: list[_Open] = []
         self.home: dict[int, int] = {}  # value -> stage that makes it
         self.lazy: dict[int, int] = {}  # value -> step, evaluated where it is read
@@ -238,7 +242,7 @@ class _Cutter:
     def _anchor(self, index: int, step: Step) -> None:
         if step.op not in ("mla_append", *READS_MAILBOX):
             for operand in step.operands:
-                if operand in self.lazy:
+                if operand in self.lazy and not self._polled(step, operand):
                     self._open("point", [self.lazy[operand]])
         if step.op in ("linear", "attn_res_blocks", "l2_prefetch"):
             for number, stage in enumerate(self.stages):
@@ -262,14 +266,21 @@ class _Cutter:
                 self.stages[-1].after.add(rule)
                 self.home[step.results[0]] = rule  # o is complete before
 
+    def _polled(self, step: Step, operand: int) -> bool:
+        """Whether the experts take an operand from the mailbox, where every CTA needs it."""
+        few = self._shape(operand)[0] <= FEW_ROWS
+        received = self.program.steps[self.lazy[operand]].op == "receive"
+        return self.private and step.op == "moe_experts" and received and few
+
 
 def cut(program: Program, *, private_limit: int, private_reads: int) -> tuple[Stage, ...]:
     """Stages of a normalized program in order of execution.
 
-    private_limit: bytes of shared memory for results of row stages. private_reads: bytes that
-    every CTA may read to do a row stage for itself.
+    private_limit: bytes of shared memory for results of private stages; 0: none, and nothing is
+    left in a mailbox that its reader must poll. private_reads: bytes that every CTA may read to do
+    a stage for itself.
     """
-    opened = _Cutter(program).cut()
+    opened = _Cutter(program, private_limit > 0).cut()
     private = [
         _is_private(program, opened, i, private_limit, private_reads) for i in range(len(opened))
     ]
@@ -320,11 +331,17 @@ def whole_heads(program: Program, stages: tuple[Stage, ...]) -> tuple[Stage, ...
 
 
 def _is_private(program: Program, stages: list[_Open], index: int, limit: int, reads: int) -> bool:
-    """A row stage that only linear maps read, small enough to be done by every CTA."""
+    """A row stage that only linear maps read, or a routing of few rows that only experts read,
+    small enough to be done by every CTA."""
     stage = stages[index]
+    readers = [s for s in stages if index in s.after]
+    if stage.kind == "route":
+        logits, bias = (program.values[v] for v in program.steps[stage.steps[0]].operands)
+        kinds = {reader.kind for reader in readers}
+        few = logits.rows <= FEW_ROWS and logits.bytes + bias.bytes <= reads
+        return limit > 0 and few and kinds == {"experts_up", "experts_down"}
     if stage.kind != "row":
         return False
-    readers = [s for s in stages if index in s.after]
     steps = [program.steps[i] for i in stage.steps]
     last = [s for s in steps if s.op not in PUSHES][-1].results[0]
     if not readers or any(s.op in PUSHES for s in steps):

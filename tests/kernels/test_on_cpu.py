@@ -172,6 +172,7 @@ LAUNCHES = {
         slots_norm 4,2,2048
         rms_norm 1,7168
         experts 3,16,4,256,96
+        experts 1,16,16,256,96
         linear 33,72,160
         linear 33,72,32
         linear 5,16,7168

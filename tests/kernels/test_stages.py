@@ -16,6 +16,7 @@ from k3fuse.kernels.launch import LaunchConfig, configure
 from k3fuse.kernels.program import Program
 from k3fuse.kernels.program_json import program_data, program_from
 from k3fuse.kernels.stages import normalize, outline
+from k3fuse.runtime.bundle import Bucket
 from k3fuse.target import get_target
 from tests.kernels.conftest import ARCHES, COMMIT, STEP, VERIFY, programs, samples
 
@@ -51,6 +52,13 @@ EXPECTED = {
 }
 """The norm of a query's rows and of a latent's rows are two row stages: only the first has linear
 maps alone as its readers, so only that one is done by every CTA."""
+
+
+def test_few_tokens_are_routed_by_every_cta() -> None:
+    label = "route_topk.moe_experts.linear.push_partial.push_chunks"
+    few, many = (outlines(programs(Bucket(m, 1, "step"), 2))[label] for m in (8, 9))
+    assert few == "[route].experts_up.linear|experts_down"
+    assert many == "route.linear|experts_up|experts_down"
 
 
 def test_a_mailbox_is_received_before_an_anchor_that_cannot_poll() -> None:

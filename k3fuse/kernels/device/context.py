@@ -62,6 +62,13 @@ class Context:
             return self.given["scratch"] + offset
         return self.given[f"v{held.root}"]
 
+    def near(self, value):
+        """First byte of a value and the kind of load: of the CTA's own copy if there is one."""
+        kept = self.config.private_offset(value)
+        if kept is not None:
+            return self.shared + kept, "shared"
+        return self.address(value), "global.cg"
+
     def stage_of(self, value):
         """First byte of the stage of the rank's mailbox that holds a value. After `open_rings`."""
         return self.given[f"v{value}"] + self.stage_offsets[value]
@@ -70,6 +77,8 @@ class Context:
         """Behind the wait: find this step's stages, re-arm, publish the peers' addresses."""
         if self.config.rings:
             self.stage_offsets, self.uses = {}, {}
+            # Before the step is waited for.
+            peers = [self.rings.ask_peer(self.given[f"v{value}"]) for value in self.config.pushed]
             step = cute.arch.load(cute.recast_ptr(self.given["step"], dtype=Int64), Int64)
             for value in self.config.rings:
                 ring = self.held(value).ring
@@ -83,9 +92,9 @@ class Context:
                         ring.stage_bytes // 16,
                         empty_word(self.held(value).dtype),
                     )
-            for value in self.config.pushed:
+            for value, peer in zip(self.config.pushed, peers, strict=True):
                 self.rings.note_peers(
-                    self.given[f"v{value}"],
+                    peer,
                     self.stage_offsets[value],
                     self.shared + self.config.peers_offset(value),
                 )
@@ -110,6 +119,12 @@ class Context:
         """`words` as first seen at `place`, waited for."""
         kind = kind_of(self.held(value).dtype, count)
         return self.rings.settle[count, kind](words, place, value)
+
+    def all_arrived(self, places, value, count):
+        """Words at several places of the own mailbox, `count` bytes each: one wait for all."""
+        words = [ins.load_words(place, count, "volatile.global") for place in places]
+        kind = kind_of(self.held(value).dtype, count)
+        return self.rings.settle_all[count, kind](words, places, value)
 
     def sum_slots(self, value, row, column, width):
         """The sum over the ranks' terms of a [T, M, N] mailbox, in rank order, as float32."""
@@ -245,10 +260,14 @@ class make_rings:  # noqa: N801 (a factory, like the stages)
                 for i in cutlass.range(first, pieces, ctas * workers, unroll=1):
                     ins.store_words(stage + i * 16, [Uint32(word)] * 4, 16)
 
+        def ask_peer(table):
+            """Address of this thread's peer; past the peers, of the last."""
+            peer = cutlass.min(ctx.thread, Int32(tp - 1))
+            return cute.arch.load(cute.recast_ptr(table, dtype=Int64) + peer, Int64)
+
         @cute.jit
-        def note_peers(table: cute.Pointer, offset: Int64, peers: Int32):
+        def note_peers(base: Int64, offset: Int64, peers: Int32):
             if ctx.thread < tp:
-                base = cute.arch.load(cute.recast_ptr(table, dtype=Int64) + ctx.thread, Int64)
                 ins.store_shared8(peers + ctx.thread * 8, base + offset)
 
         def make_settle(count, kind):
@@ -267,6 +286,26 @@ class make_rings:  # noqa: N801 (a factory, like the stages)
                 return words
 
             return settle
+
+        def make_settle_all(count, kind):
+            def any_empty(words):
+                return is_empty([word for piece in words for word in piece], kind)
+
+            @cute.jit
+            def settle_all(words: list, places: list, value: cutlass.Constexpr):
+                empty = any_empty(words)
+                tries = Int32(0)
+                while empty:
+                    words = [ins.load_words(p, count, "volatile.global") for p in places]
+                    empty = any_empty(words)
+                    if cutlass.const_expr(ctx.debug):
+                        tries += 1
+                        empty = empty & (tries < DEBUG_SPINS)
+                if cutlass.const_expr(ctx.debug):
+                    report(tries, words[0][0], value)
+                return words
+
+            return settle_all
 
         @cute.jit
         def report(tries: Int32, seen: Uint32, value: cutlass.Constexpr):
@@ -312,9 +351,12 @@ class make_rings:  # noqa: N801 (a factory, like the stages)
 
             return sum_slots
 
-        self.rearm, self.note_peers = rearm, note_peers
+        self.rearm, self.ask_peer, self.note_peers = rearm, ask_peer, note_peers
         kinds = (("f32", (4, 8, 16, 32)), ("bf16", (4, 8, 16, 32)), ("half", (2,)), ("i64", (8,)))
         self.settle = {(n, kind): make_settle(n, kind) for kind, sizes in kinds for n in sizes}
+        self.settle_all = {
+            (n, k): make_settle_all(n, k) for n, k in ((4, "f32"), (16, "f32"), (16, "bf16"))
+        }
         self.sum_slots = {(w, d): make_sum(w, d) for w in (1, 2, 4, 8) for d in ("bf16", "f32")}
 
 
@@ -342,16 +384,32 @@ def make_grid_barrier(ctx):
     def grid_barrier():
         cute.arch.sync_threads()
         if ctx.thread == 0:
-            counter = cute.recast_ptr(ctx.given["control"], dtype=Uint32)
-            count = Uint32(ctx.ctas)
-            old = cute.arch.atomic_add(counter, Uint32(1), sem="acq_rel", scope="gpu")
-            target = (old // count + Uint32(1)) * count
-            seen = cute.arch.load(counter, Uint32, sem="acquire", scope="gpu")
-            while Int32(seen - target) < Int32(0):
-                seen = cute.arch.load(counter, Uint32, sem="acquire", scope="gpu")
+            old = arrive(ctx, 0)
+            turned = turned_since(ctx, 0, old)
+            while turned == Uint32(0):
+                turned = turned_since(ctx, 0, old)
         cute.arch.sync_threads()
 
     return grid_barrier
+
+
+def counter_of(ctx, number):
+    """A counter of the grid. Each time all CTAs have arrived its top bit turns."""
+    return cute.recast_ptr(ctx.given["control"], dtype=Uint32) + number
+
+
+def arrive(ctx, number):
+    """Arrive at a counter, once a CTA; the word that was there. (A count of arrivals would be lost
+    when the word overflows.)"""
+    last = Uint32(0x80000000 - (ctx.ctas - 1))
+    step = cutlass.select_(ctx.cta == 0, last, Uint32(1))
+    return cute.arch.atomic_add(counter_of(ctx, number), Uint32(step), sem="acq_rel", scope="gpu")
+
+
+def turned_since(ctx, number, old):
+    """Nonzero when all CTAs have arrived, this one where the word was `old`."""
+    seen = cute.arch.load(counter_of(ctx, number), Uint32, sem="acquire", scope="gpu")
+    return (seen ^ old) & Uint32(0x80000000)
 
 
 def make_push_to_all(ctx):

@@ -11,9 +11,9 @@ Within a group of 32 columns lane t of a quad holds columns 8t to 8t+7 of both o
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
-from k3fuse.kernels.device import bulk
+from k3fuse.kernels.device import bulk, context
 from k3fuse.kernels.device import instructions as ins
 from k3fuse.kernels.device.mxfp4 import (
     Scales,
@@ -25,7 +25,9 @@ from k3fuse.kernels.device.mxfp4 import (
 from k3fuse.kernels.device.pointwise import situ
 from k3fuse.kernels.experts_few import (
     CODE_SCALE,
-    IN_FLIGHT,
+    COUNTERS_AT,
+    HALVES,
+    LET_PASS,
     PRODUCER,
     REDUCER,
     TOKEN_EXPONENT,
@@ -33,6 +35,8 @@ from k3fuse.kernels.experts_few import (
     WORKERS,
 )
 from k3fuse.kernels.stages import PUSHES
+
+TOGETHER = 14  # named barrier of the workers; linear stages take the first and the last
 
 
 def highest(a, b):
@@ -94,19 +98,23 @@ class Common:
 
     def full(self, at, slot):
         """Barrier of a slot: its copies are there."""
-        return at + slot * 24
+        return at + (self.o.barriers_at + slot * 24)
 
     def done(self, at, slot):
         """All workers are through."""
-        return at + (slot * 24 + 8)
+        return at + (self.o.barriers_at + slot * 24 + 8)
 
     def free(self, at, slot):
         """The reducer is through."""
-        return at + (slot * 24 + 16)
+        return at + (self.o.barriers_at + slot * 24 + 16)
+
+    def met(self, at, half):
+        """Barrier of a half of the slots of `experts_down`: h of their experts is there."""
+        return at + (self.o.met_at + half * 8)
 
     def slot(self, at, slot):
         """First byte of a slot."""
-        return at + (self.o.slots_at + slot * self.o.slot_bytes)
+        return at + slot * self.o.slot_bytes
 
     def count(self, at):
         """Entries of the list."""
@@ -126,10 +134,35 @@ class Common:
         words = ins.load_words(self.place(at, entry, token), 8, "shared")
         return [Int32(word) for word in words]
 
+    def share(self, count):
+        """Whole rounds of units over the grid, and of those left the logarithm of the parts (1, 2,
+        4) that each is cut into, so that no CTA has much more to read than the others."""
+        ctas = self.ctx.ctas
+        units = count * self.o.up_tiles
+        left = units % ctas
+        parts = cutlass.select_(left * 2 <= ctas, Int32(1), Int32(0))
+        return units - left, cutlass.select_(left * 4 <= ctas, Int32(2), parts)
+
     def units(self, count):
-        """Units of this CTA."""
-        ctx = self.ctx
-        return (count * self.o.up_tiles - ctx.cta + (ctx.ctas - 1)) // ctx.ctas
+        """Units, or parts of units, of this CTA."""
+        ctx, (whole, parts) = self.ctx, self.share(count)
+        left = count * self.o.up_tiles - whole
+        return (whole + (left << parts) - ctx.cta + (ctx.ctas - 1)) // ctx.ctas
+
+    def unit(self, i, count):
+        """Number i of this CTA: a unit and its part, -1 for all of it."""
+        item = self.ctx.cta + i * self.ctx.ctas
+        whole, parts = self.share(count)
+        after = item - whole
+        part = after & ((Int32(1) << parts) - 1)
+        cut = (after >= 0) & (parts > 0)
+        unit = cutlass.select_(cut, whole + (after >> parts), item)
+        return unit, cutlass.select_(cut, part, Int32(-1))
+
+    def in_part(self, part, row, count):
+        """Whether a part has row (or column) `row` of 8. Rows j and j+4, of one word of h, meet."""
+        _, parts = self.share(count)
+        return (part < 0) | ((row % 4) >> (2 - parts) == part)
 
     def chunks(self, count):
         """Slots of one tile of `experts_down`."""
@@ -149,23 +182,23 @@ def make_produce(common):
     down_row, down_scales = o.i // 2, o.i_groups
     scales_at = 16 * o.stride
     down_scales_at = o.entries * o.rows * down_row
-    # No more than slots: of two phases of a barrier a wait would miss one.
-    in_flight = min(IN_FLIGHT, o.slots)
 
     def expert_of(at, entry):
         return Int64(Int32(shared_word(at + (o.experts_at + entry * 4))))
 
     @cute.jit
-    def up_slot(at: Int32, c: Int32, slot: Int32, part: Int32):
+    def up_slot(at: Int32, c: Int32, slot: Int32, count: Int32, part: Int32):
         """8 gate rows, or 8 up rows, one a lane, and their scales."""
-        unit = ctx.cta + c * ctx.ctas
+        unit, portion = common.unit(c, count)
         entry = unit // o.up_tiles
         first = expert_of(at, entry) * o.i + Int64((unit - entry * o.up_tiles) * UP_COLUMNS)
         full, into = common.full(at, slot), common.slot(at, slot)
         if ctx.lane == 0:
-            bulk.expect(full, Int32(8 * (row + scale_row)))
+            _, parts = common.share(count)
+            rows = cutlass.select_(portion < 0, Int32(8), Int32(8) >> parts)
+            bulk.expect(full, rows * row + 8 * scale_row)
         cute.arch.sync_warp()
-        if ctx.lane < 9:
+        if (ctx.lane == 8) | ((ctx.lane < 8) & common.in_part(portion, ctx.lane, count)):
             w = [Int64(ctx.address(v).toint()) for v in (w1, w3, s1, s3)]
             is_row, gate = ctx.lane < 8, part == 0
             codes = cutlass.select_(gate, w[0], w[1]) + (first + Int64(ctx.lane)) * row
@@ -201,13 +234,10 @@ def make_produce(common):
             bulk.copy(into + target, source, size, full)
 
     @cute.jit
-    def produce(at: Int32, begin: Int32, end: Int32, units: Int32, count: Int32):
-        """Load slots `begin` to `end`; the first `units` of all are of `experts_up`."""
+    def produce(at: Int32, units: Int32, count: Int32):
+        """Ask for all slots; the first `units` are of `experts_up`, others let those pass."""
         part = ctx.warp - PRODUCER
-        for c in cutlass.range(begin, end, unroll=1):
-            if c >= in_flight:
-                turn = (c - in_flight) // o.slots
-                bulk.wait(common.full(at, c - in_flight - turn * o.slots), turn & 1)
+        for c in cutlass.range(units + common.tiles() * common.chunks(count), unroll=1):
             turn = c // o.slots
             slot = c - turn * o.slots
             if turn > 0:
@@ -216,9 +246,12 @@ def make_produce(common):
                     bulk.wait(common.free(at, slot), before)
                 else:
                     bulk.wait(common.done(at, slot), before)
+            if (c == units) & (units >= LET_PASS):
+                last = units - LET_PASS
+                bulk.wait(common.full(at, last % o.slots), (last // o.slots) & 1)
             bulk.after_others()
             if c < units:
-                up_slot(at, c, slot, part)
+                up_slot(at, c, slot, count, part)
             else:
                 down_slot(at, c - units, slot, count, part)
 
@@ -226,45 +259,61 @@ def make_produce(common):
 
 
 def make_build(common):
-    """The list of chosen experts: each once, in order of first choice."""
+    """The list of chosen experts, each once, in order of first choice: what can be prepared above
+    the wait, and the rest."""
     ctx, o, step = common.ctx, common.o, common.step
     ids, weights = step.operands[1:3]
     unscale = CODE_SCALE / o.h_scale  # of the results of `experts_down`
 
     @cute.jit
-    def build(at: Int32):
-        cute.arch.sync_threads()  # this memory had other users
-        if ctx.thread < o.slots:
-            bulk.start(common.full(at, ctx.thread), 2)
-            bulk.start(common.done(at, ctx.thread), WORKERS)
-            bulk.start(common.free(at, ctx.thread), 1)
-        cute.arch.mbarrier_init_fence()
-        for p in cutlass.range(ctx.thread, o.pairs, ctx.threads, unroll=1):
-            words = ins.load_words(ctx.address(ids) + p * 4, 4)
-            ins.store_words(at + (o.ids_at + p * 4), words, 4, "shared")
-            weight = ins.as_float(ins.load_words(ctx.address(weights) + p * 4, 4)[0])
-            ins.store_shared_float(at + (o.weights_at + p * 4), weight * Float32(unscale))
+    def prepare():
+        at = common.base()
+        if ctx.thread == 0:
+            for slot in range_constexpr(o.slots):
+                bulk.start(common.full(at, slot), 2)
+                bulk.start(common.done(at, slot), WORKERS)
+                bulk.start(common.free(at, slot), 1)
+            for half in range_constexpr(HALVES):
+                bulk.start(common.met(at, half), 1)
+            cute.arch.mbarrier_init_fence()
         for i in cutlass.range(ctx.thread, o.pairs * 8, ctx.threads, unroll=1):
             nothing = Int32(-1)
             if const_expr(o.m == 1):
                 nothing = cutlass.select_(i % 8 == 0, i // 8, nothing)
             ins.store_words(at + (o.places_at + i * 4), [Uint32(nothing)], 4, "shared")
-        cute.arch.sync_threads()
         if const_expr(o.m > 1):
-            join(at)
+            for e in cutlass.range(ctx.thread, o.experts, ctx.threads, unroll=1):
+                ins.store_words(at + (o.table_at + e * 4), [Uint32(0)], 4, "shared")
 
     @cute.jit
-    def join(at: Int32):
-        """Pairs of one expert into one entry. Thread p takes pair p."""
+    def build(at: Int32):
+        """Thread p takes pair p."""
         p = ctx.thread
-        mine = Int32(shared_word(at + (o.ids_at + cutlass.min(p, Int32(o.pairs - 1)) * 4)))
-        first = p
-        for q in cutlass.range(0, o.pairs, 4, unroll=2):
-            others = ins.load_shared16(at + (o.ids_at + q * 4))
-            for j in range_constexpr(4):
-                same = (Int32(others[j]) == mine) & (q + j < first)
-                first = cutlass.select_(same, q + j, first)
-        leads = (first == p) & (p < o.pairs)
+        (ids_from, how), (weights_from, _) = ctx.near(ids), ctx.near(weights)
+        cute.arch.sync_threads()  # the route is there, and its memory is free
+        mine = Int32(0)
+        if p < o.pairs:
+            mine = Int32(ins.load_words(ids_from + p * 4, 4, how)[0])
+            weight = ins.as_float(ins.load_words(weights_from + p * 4, 4, how)[0])
+            ins.store_shared_float(at + (o.weights_at + p * 4), weight * Float32(unscale))
+            if const_expr(o.m == 1):
+                ins.store_words(at + (o.experts_at + p * 4), [Uint32(mine)], 4, "shared")
+        if const_expr(o.m > 1):
+            join(at, mine)
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def join(at: Int32, mine: Int32):
+        """Pairs of one expert into one entry. The table holds the tokens of each expert, then its
+        entry. The first token's pair makes the entry."""
+        p = ctx.thread
+        row = at + (o.table_at + mine * 4)
+        token = p // o.k
+        if p < o.pairs:
+            ins.or_shared(row, Int32(1) << token)
+        cute.arch.sync_threads()
+        before = Int32(shared_word(row)) & ((Int32(1) << token) - 1)
+        leads = (before == 0) & (p < o.pairs)
         ballot = Int32(cute.arch.vote_ballot_sync(leads))
         if ctx.lane == 0:
             total = cute.arch.popc(ballot)
@@ -278,24 +327,27 @@ def make_build(common):
             whole += total
         if leads:
             ins.store_words(at + (o.experts_at + entry * 4), [Uint32(mine)], 4, "shared")
-            ins.store_words(at + (o.owners_at + p * 4), [Uint32(entry)], 4, "shared")
+            ins.store_words(row, [Uint32(entry)], 4, "shared")
         if p == 0:
             ins.store_words(at + (o.counts_at + 64), [Uint32(whole)], 4, "shared")
         cute.arch.sync_threads()
         if p < o.pairs:
-            owner = Int32(shared_word(at + (o.owners_at + first * 4)))
-            ins.store_words(common.place(at, owner, p // o.k), [Uint32(p)], 4, "shared")
-        cute.arch.sync_threads()
+            owner = Int32(shared_word(row))
+            ins.store_words(common.place(at, owner, token), [Uint32(p)], 4, "shared")
 
-    return build
+    return prepare, build
 
 
 def make_up(ctx, number):
     """Gate, up and activation of every chosen expert, in units of 8 columns."""
     common = Common(ctx, number)
     o, step = common.o, common.step
-    build = make_build(common)
+    prepare, build = make_build(common)
     z = step.operands[0]
+    received = ctx.program.producer(z)
+    mailbox = None
+    if ctx.config.scratch_offset(z) is None and received is not None and received.op == "receive":
+        (mailbox,) = received.operands
     lanes_a_row = o.groups  # 16 bytes each of a worker's own part of a row
     scales_at = 16 * o.stride
 
@@ -311,8 +363,12 @@ def make_up(ctx, number):
         g, t = ctx.lane // 4, ctx.lane % 4
         row = cutlass.min(g, Int32(o.m - 1))
         part = cutlass.min(ctx.warp, Int32(o.workers - 1)) * (o.groups * 64)
-        source = ctx.address(z) + (row * (o.z * 2) + part + t * 16)
-        return [ins.load_global16(source + q * 64) for q in range(o.groups)]
+        place = row * (o.z * 2) + part + t * 16
+        if mailbox is None:
+            source = ctx.address(z) + place
+            return [ins.load_global16(source + q * 64) for q in range(o.groups)]
+        places = [ctx.stage_of(mailbox) + place + q * 64 for q in range(o.groups)]
+        return ctx.all_arrived(places, mailbox, 16)
 
     @cute.jit
     def scaled(at: Int32, words: list):
@@ -328,7 +384,7 @@ def make_up(ctx, number):
         if t == 0:
             place = at + (o.largest_at + ctx.warp * 32 + g * 4)
             ins.store_words(place, [top], 4, "shared")
-        ins.barrier(1, WORKERS * 32)
+        ins.barrier(TOGETHER, WORKERS * 32)
         for w in range_constexpr(o.workers):
             top = highest(top, shared_word(at + (o.largest_at + w * 32 + g * 4)))
         exponent = highest(top >> Uint32(23), Uint32(TOKEN_EXPONENT))
@@ -344,9 +400,9 @@ def make_up(ctx, number):
         return found
 
     @cute.jit
-    def work(at: Int32, units: Int32, words: list):
+    def work(at: Int32, units: Int32):
         """A worker's columns of every unit; the sums go where its codes were."""
-        x = scaled(at, words)
+        x = scaled(at, tokens())
         g, t = ctx.lane // 4, ctx.lane % 4
         codes = ctx.warp * (o.groups * 16)
         mine = codes + (ctx.lane // lanes_a_row) * o.stride + (ctx.lane % lanes_a_row) * 16
@@ -375,20 +431,41 @@ def make_up(ctx, number):
                 parity = 1 - parity
 
     @cute.jit
-    def reduce(at: Int32, units: Int32):
+    def put(at: Int32, unit: Int32, part: Int32, count: Int32, word: Uint32):
+        """Two columns of h of a unit: lanes g below 4 those of token 2t, the others of 2t+1."""
+        g, t = ctx.lane // 4, ctx.lane % 4
+        entry = unit // o.up_tiles
+        tile = unit - entry * o.up_tiles
+        pair = common.pair(at, entry, 2 * t + g // 4)
+        if (pair >= 0) & common.in_part(part, g, count):
+            place = pair * (o.i * 2) + tile * (UP_COLUMNS * 2) + (g % 4) * 4
+            ins.store_words(common.h() + place, [word], 4)
+
+    @cute.jit
+    def arrive(said: Int32, through: Int32, old: Uint32):
+        """This CTA has no unit left of halves `said` to `through`."""
+        if (ctx.lane >= said) & (ctx.lane < through):
+            old = context.arrive(ctx, COUNTERS_AT + ctx.lane)
+        return through, old
+
+    @cute.jit
+    def reduce(at: Int32, units: Int32, count: Int32):
         """Sums of a unit over the workers in order, the activation, and h.
 
-        A lane gets column g of tokens 2t and 2t+1, and exchanges one with column g+4 or g-4.
+        A lane gets column g of tokens 2t and 2t+1, and exchanges one with column g+4 or g-4. The
+        first lanes then wait for all h, each of the experts of a half of the slots.
         """
         g, t = ctx.lane // 4, ctx.lane % 4
         mine = (ctx.lane // lanes_a_row) * o.stride + (ctx.lane % lanes_a_row) * 16
         low = g < 4
         slot, parity = Int32(0), Int32(0)
+        first_half = (common.chunks(count) // 2) * (o.entries * o.up_tiles)  # units
+        said, old = Int32(0), Uint32(0)
+        if units == 0:
+            said, old = arrive(said, Int32(HALVES), old)
         for i in cutlass.range(units, unroll=1):
-            unit = ctx.cta + i * ctx.ctas
-            entry = unit // o.up_tiles
-            tile = unit - entry * o.up_tiles
-            pairs = common.pairs(at, entry, 2 * t)
+            unit, part = common.unit(i, count)
+            following, _ = common.unit(i + 1, count)
             bulk.wait(common.done(at, slot), parity)
             here = common.slot(at, slot) + mine
             total = [Float32(0.0) for _ in range(4)]
@@ -411,34 +488,37 @@ def make_up(ctx, number):
             word = ins.pack_bf16(
                 cutlass.select_(low, values[0], given), cutlass.select_(low, given, values[1])
             )
-            pair = cutlass.select_(low, pairs[0], pairs[1])
-            if pair >= 0:
-                place = pair * (o.i * 2) + tile * (UP_COLUMNS * 2) + (g % 4) * 4
-                ins.store_words(common.h() + place, [word], 4)
+            put(at, unit, part, count, word)
             cute.arch.sync_warp()
             if ctx.lane == 0:
                 bulk.arrive(common.free(at, slot))
+            through = cutlass.select_(following < first_half, Int32(0), Int32(1))
+            through = cutlass.select_(i + 1 < units, through, Int32(HALVES))
+            said, old = arrive(said, through, old)
             slot += 1
             if slot == o.slots:
                 slot = Int32(0)
                 parity = 1 - parity
+        pending = ctx.lane < HALVES
+        while pending:
+            if context.turned_since(ctx, COUNTERS_AT + ctx.lane, old) != Uint32(0):
+                bulk.arrive(common.met(at, ctx.lane))
+                pending = Boolean(False)
 
     @cute.jit
     def run():
         at = common.base()
-        words = tokens()
         build(at)
         count = common.count(at)
         units = common.units(count)
-        loads = units + cutlass.min(common.tiles() * common.chunks(count), Int32(o.slots))
         if (ctx.warp == PRODUCER) | (ctx.warp == PRODUCER + 1):
-            common.produce(at, Int32(0), loads, units, count)
+            common.produce(at, units, count)
         elif ctx.warp == REDUCER:
-            reduce(at, units)
+            reduce(at, units, count)
         elif ctx.warp < WORKERS:
-            work(at, units, words)
+            work(at, units)
 
-    return None, run
+    return prepare, run
 
 
 def make_down(ctx, number):
@@ -481,9 +561,14 @@ def make_down(ctx, number):
         entry = index
         if index >= o.entries:
             entry = count
+        bulk.wait(common.met(at, 0), Int32(0))
+        if chunks == 1:  # which is the second half
+            bulk.wait(common.met(at, 1), Int32(0))
         near = fetch(at, entry, count, 0) if pieces == 1 else []
-        for _ in cutlass.range(chunks, unroll=1):
+        for i in cutlass.range(chunks, unroll=1):
             x = near
+            if i + 1 == chunks // 2:
+                bulk.wait(common.met(at, 1), Int32(0))
             if const_expr(pieces == 1):  # of the next slot, on its way meanwhile
                 near = fetch(at, entry + o.entries, count, 0)
             bulk.wait(common.full(at, slot), parity)
@@ -523,7 +608,7 @@ def make_down(ctx, number):
         # Stores to peers are predicated, and a predicate must not fold to a constant.
         live = ins.opaque(1) != 0
         columns = o.m * parts
-        for n in cutlass.range(ctx.thread, columns * spreads, ctx.threads, unroll=1):
+        for n in cutlass.range(ctx.thread, columns * spreads, WORKERS * 32, unroll=1):
             which = n // columns
             i = n - which * columns
             token = i // parts
@@ -542,20 +627,14 @@ def make_down(ctx, number):
     def run():
         at = common.base()
         count = common.count(at)
-        units = common.units(count)
-        chunks = common.chunks(count)
-        loads = common.tiles() * chunks
-        first = Int32(0)
-        for tile in cutlass.range(ctx.cta, o.down_tiles, ctx.ctas, unroll=1):
-            if (ctx.warp == PRODUCER) | (ctx.warp == PRODUCER + 1):
-                begin = cutlass.min(loads, first + o.slots)
-                end = cutlass.min(loads, first + chunks + o.slots)
-                common.produce(at, units + begin, units + end, units, count)
-            elif ctx.warp < WORKERS:
-                work(at, units + first, count)
-            cute.arch.sync_threads()
-            finish(tile, at)
-            cute.arch.sync_threads()
-            first += chunks
+        first = common.units(count)
+        if ctx.warp < WORKERS:
+            for tile in cutlass.range(ctx.cta, o.down_tiles, ctx.ctas, unroll=1):
+                work(at, first, count)
+                ins.barrier(TOGETHER, WORKERS * 32)
+                finish(tile, at)
+                ins.barrier(TOGETHER, WORKERS * 32)
+                first += common.chunks(count)
 
+    run.waits = True
     return None, run

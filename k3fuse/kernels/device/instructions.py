@@ -248,6 +248,20 @@ def opaque(number):
     return asm(f"mov.b32 {{$w0}}, {number};", write_only_types=[Int32])
 
 
+def add_shared(address, value):
+    """Add to a word of shared memory; what it was before."""
+    return asm(
+        "atom.shared.add.u32 {$w0}, [{$r0}], {$r1};",
+        write_only_types=[Int32],
+        read_only_args=[address, value],
+    )
+
+
+def or_shared(address, value):
+    """Set bits of a word of shared memory."""
+    asm("red.shared.or.b32 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
 def init_mbarrier(address, count):
     """A barrier in shared memory that `count` arrivals complete."""
     asm("mbarrier.init.shared.b64 [{$r0}], {$r1};", read_only_args=[address, Int32(count)])

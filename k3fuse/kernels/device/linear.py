@@ -184,6 +184,9 @@ def make(ctx, number):
                 row = row_address(tile, ctx.lane % TILE)
         return [number, piece, item, part, row]
 
+    # Behind the wait such a launch needs all warps at once: none may be still asking.
+    shared_start = any(s.kind == "experts_up" for s in config.stages)
+
     @cute.jit
     def start_few():
         if ctx.thread < o.depth:
@@ -191,15 +194,23 @@ def make(ctx, number):
             ins.init_mbarrier(empty_of(ctx.thread), o.split)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        tile, part = tile_at(ctx.cta)
-        state = [Int32(0), Int32(0), ctx.cta, part, row_address(tile, ctx.lane % TILE)]
+        count = count_of_cta()
+        first = cutlass.min(count * chunks, Int32(o.depth))
+        if const_expr(shared_start):
+            for number in cutlass.range(ctx.warp, first, ctx.warps, unroll=1):
+                ask_until(state_at(number), number + 1, count - 1)
+            return state_at(first)
+        state = state_at(Int32(0))
         if asking():
-            count = count_of_cta()
-            last = count * chunks
-            if const_expr(config.askers == 0):  # it has other things to do before the rest
-                last = cutlass.min(last, Int32(o.depth))
+            last = count * chunks if config.askers else first  # others have more to do meanwhile
             state = ask_until(state, last, count - 1)
         return state
+
+    def state_at(number):
+        """What asks for a chunk and those after it."""
+        item = ctx.cta + number // chunks * ctx.ctas
+        tile, part = tile_at(item)
+        return [number, number % chunks, item, part, row_address(tile, ctx.lane % TILE)]
 
     def before():
         held.state = start() if o.mt else start_few()
@@ -483,6 +494,7 @@ def make(ctx, number):
             run_few(held.state, list(held.fetched))
 
     outside = config.stages[number].level == 0 and private is None
+    outside = outside and all(s.kind != "experts_up" for s in config.stages[:number])
     if config.rings and o.mt == 0 and outside and (keeps or o.tokens_in == "shared"):
         run.fetch = fetch
     return before, run
