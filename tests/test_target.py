@@ -70,3 +70,16 @@ def test_unknown_target_is_refused_with_the_known_names(name: str) -> None:
     message = str(caught.value)
     assert repr(name) in message
     assert all(known in message for known in [*TARGETS, *DEFAULT_GPU])
+
+
+def test_a_part_of_a_gpu_has_its_share() -> None:
+    whole, half = get_target("h200"), get_target("sm_90a:66")
+    assert (half.name, half.arch, half.sm_count) == ("h200:66", "sm_90a", 66)
+    assert half.read_bandwidth == whole.read_bandwidth / 2
+    assert half.smem_per_block == whole.smem_per_block
+
+
+@pytest.mark.parametrize("name", ["h200:", "h200:8", "h200:133", "h200:x", "h300:64"])
+def test_a_part_that_is_none_is_refused(name: str) -> None:
+    with pytest.raises(InputError, match=f"target '{name}'"):
+        get_target(name)

@@ -6,8 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.cli.command import refused
+from tests.cli.conftest import Compiled
 
 
 @pytest.mark.parametrize(
@@ -40,6 +42,28 @@ def test_compile(k3: Path, tmp_path: Path, flags: list[str], words: list[str]) -
     message = refused("compile", "kimi-k3", k3, "--no-check", "-o", bundle, *flags)
     assert all(word in message for word in words), message
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--device", "tpu"], ["--device tpu", "cpu or cuda"]),
+        (["--loopback"], ["--loopback", "--device cuda"]),
+        (["--random-weights", "0"], ["--random-weights", "--device cuda"]),
+        (["--device", "cuda"], ["no CUDA GPU", "k3fuse doctor"]),
+    ],
+)
+def test_run_on_a_device(compiled: Compiled, flags: list[str], words: list[str]) -> None:
+    if "cuda" in flags and torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    message = refused("run", compiled.bundle, "--prompt-ids", "1", *flags)
+    assert all(word in message for word in words), message
+
+
+def test_bench(compiled: Compiled) -> None:
+    assert "--replays 0" in refused("bench", compiled.bundle, "--replays", "0")
+    if not torch.cuda.is_available():
+        assert "no CUDA GPU" in refused("bench", compiled.bundle)
 
 
 def test_compile_needs_weights_or_no_weights() -> None:

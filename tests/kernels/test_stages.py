@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 import subprocess
@@ -59,6 +60,25 @@ def test_few_tokens_are_routed_by_every_cta() -> None:
     few, many = (outlines(programs(Bucket(m, 1, "step"), 2))[label] for m in (8, 9))
     assert few == "[route].experts_up.linear|experts_down"
     assert many == "route.linear|experts_up|experts_down"
+
+
+def test_heads_of_few_requests_need_no_barrier() -> None:
+    label = "linear.kda_step.gated_rms_norm"
+    few, many = (programs(Bucket(m, 1, "step"), 2) for m in (2, 64))
+    assert outlines(few)[label] == "kda_heads"
+    assert "|kda|" in outlines(many)[label]
+    (program,) = (p for p in few.values() if p.label == label)
+    config = configure(program, H200)
+    assert (config.ctas, config.cluster, config.spins) == (16, 2, False)
+
+
+def test_a_decay_that_others_read_stays_a_stage_of_its_own() -> None:
+    (program,) = (
+        p for p in programs(STEP, 2).values() if p.label == "linear.kda_step.gated_rms_norm"
+    )
+    decay = program.steps[0].results[0]
+    shared = dataclasses.replace(program, written=(*program.written, decay))
+    assert "kda_heads" not in outline(configure(shared, H200).stages)
 
 
 def test_a_mailbox_is_received_before_an_anchor_that_cannot_poll() -> None:
