@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
+import torch
 import typer
 
 from k3fuse import __version__
@@ -22,7 +24,7 @@ from k3fuse.cli import (
 )
 from k3fuse.cli import compile as compile_command
 from k3fuse.cli.output import err_console
-from k3fuse.errors import K3FuseError
+from k3fuse.errors import K3FuseError, PeerFailedError
 
 app = typer.Typer(
     name="k3fuse",
@@ -58,6 +60,8 @@ def main(arguments: list[str] | None = None) -> None:
         app(args=arguments)
     except K3FuseError as error:
         err_console.print(f"k3fuse: {error}", markup=False, highlight=False)
+        if isinstance(error, PeerFailedError) and torch.cuda.is_initialized():
+            os._exit(error.exit_code)  # a kernel that waits for ever would hold up an ordinary end
         sys.exit(error.exit_code)
     except BrokenPipeError:  # the reader of a pipe has seen enough
         sys.exit(0)

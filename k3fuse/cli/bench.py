@@ -16,6 +16,7 @@ from k3fuse.cli.output import console, emit_json
 from k3fuse.errors import InputError, RefusedError
 from k3fuse.runtime.bundle import Bucket, read_bundle
 from k3fuse.runtime.gpu.engine import Engine
+from k3fuse.runtime.gpu.ranks import Loopback
 from k3fuse.runtime.gpu.timing import bandwidths, time_step
 from k3fuse.runtime.gpu.trace import perfetto, trace_step
 from k3fuse.target import get_target
@@ -104,7 +105,11 @@ def _measure(engine: Engine, replays: int, context: int, trace: Path | None) -> 
 
 
 def step_inputs(engine: Engine, bucket: Bucket, context: int) -> dict[str, Tensor]:
-    """Random tokens for a full batch of requests that have `context` tokens each."""
+    """Random tokens for a full batch of requests that have `context` tokens each.
+
+    A rank in loopback holds a part of the embedding table and nobody adds the rest: its tokens are
+    drawn from that part, or the rows of a step would be equal and choose the same experts.
+    """
     capacity, requests = engine.capacity, bucket.batch
     generator = torch.Generator().manual_seed(1)
     if not 0 <= context <= capacity.table * capacity.page_size - bucket.rows_per_request:
@@ -112,10 +117,14 @@ def step_inputs(engine: Engine, bucket: Bucket, context: int) -> dict[str, Tenso
             f"--context {context}: a request has {capacity.table * capacity.page_size} positions "
             "(compile with a larger --max-context)"
         )
+    first, last = 0, engine.vocab_size
+    if isinstance(engine.mode, Loopback):
+        share = engine.vocab_size // engine.mode.tp
+        first, last = engine.mode.rank * share, (engine.mode.rank + 1) * share
     pages = torch.arange(requests * capacity.table, dtype=torch.int32)
     return {
         "tokens": torch.randint(
-            0, engine.vocab_size, (requests * bucket.rows_per_request,), generator=generator
+            first, last, (requests * bucket.rows_per_request,), generator=generator
         ),
         "lengths": torch.full((requests,), context, dtype=torch.int32),
         "block_table": pages.view(requests, capacity.table),

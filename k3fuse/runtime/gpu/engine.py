@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from k3fuse.errors import InputError, K3FuseError
+from k3fuse.errors import InputError, PeerFailedError
 from k3fuse.models.kimi import Mode, StepInputs
 from k3fuse.runtime.bundle import Bucket, Bundle
 from k3fuse.runtime.executor import Capacity, StepResult
@@ -153,7 +153,7 @@ class Engine:
     def step(
         self, inputs: StepInputs, rows_per_request: int, mode: Mode, *, eager: bool = False
     ) -> StepResult:
-        """As `Executor.step`. Waits for the step; K3FuseError with a report when it hangs."""
+        """As `Executor.step`. Waits for the step; PeerFailedError with a report when it hangs."""
         if (mode == "verify") != (rows_per_request > 1):
             raise InputError(f"mode {mode} with {rows_per_request} rows a request is not compiled")
         bucket = self._bucket("step", inputs.slots.shape[0], rows_per_request)
@@ -203,15 +203,17 @@ class Engine:
             current.wait_stream(rank.streams["main"])
 
     def wait(self, seconds: float = WAIT_SECONDS) -> None:
-        """Return when the GPU has done all it was given. K3FuseError after `seconds`, with the
-        record of a debug build if there is one: the process has to end then, since what hangs
-        cannot be stopped."""
+        """Return when the GPU has done all it was given.
+
+        PeerFailedError after `seconds`, and when a debug kernel has given up, with its record. What
+        hangs cannot be stopped: the process has to end then, by `os._exit` if need be.
+        """
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(self.device))
         limit = time.monotonic() + seconds
         while not done.query():
             if time.monotonic() > limit:
-                raise K3FuseError(
+                raise PeerFailedError(
                     f"no end of the step after {seconds:.0f} s ({self.mode.label}): a peer is lost "
                     "or a kernel waits for what never comes; debug kernels (compile --debug) say "
                     "which"
@@ -219,7 +221,7 @@ class Engine:
         for rank in self._ranks:
             report = read_error_record(rank.memory.errors) if self.bundle.options.debug else ""
             if report:
-                raise K3FuseError(report)
+                raise PeerFailedError(report)
 
     def result(self, bucket: Bucket) -> StepResult:
         """The outputs of the last step of a bucket, whole; valid until the next step."""
