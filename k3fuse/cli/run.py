@@ -19,6 +19,7 @@ from k3fuse.runtime.bundle import Bundle, read_bundle
 from k3fuse.runtime.executor import Capacity, Executor
 from k3fuse.runtime.generate import Generation, generate
 from k3fuse.runtime.reference import ReferenceExecutor
+from k3fuse.runtime.sampling import SampledExecutor, Sampling
 from k3fuse.runtime.stock import StockExecutor
 
 DEVICES = ("cpu", "cuda")
@@ -52,6 +53,14 @@ def run(
         int | None,
         typer.Option(help="cuda: random weights of this seed for a built-in model."),
     ] = None,
+    temperature: Annotated[
+        float, typer.Option(help="Draw tokens from the logits over this; 0: greedy.")
+    ] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Draw among so many of the best tokens; 0: all.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(help="Draw among the best tokens that reach this probability.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
     rows_per_request: Annotated[
         int, typer.Option(help="Rows of a verify step (as compiled by --verify-rows); 1: none.")
     ] = 1,
@@ -69,7 +78,7 @@ def run(
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """Continue prompts greedily: prefill by the stock forward, decode by the fused plan."""
+    """Continue prompts: prefill by the stock forward, decode by the fused plan."""
     use_one_thread()
     if executor not in EXECUTORS:
         raise InputError(f"--executor {executor}: choose {' or '.join(EXECUTORS)}")
@@ -83,6 +92,12 @@ def run(
         raise InputError(f"--device {device}: choose {' or '.join(DEVICES)}")
     if device == "cpu" and (loopback or random_weights is not None):
         raise InputError("--loopback and --random-weights need --device cuda")
+    sampling = Sampling(temperature, top_k, top_p, seed)
+    if not sampling.greedy and rows_per_request > 1:
+        raise InputError(
+            f"--temperature {temperature} --rows-per-request {rows_per_request}: sampling verifies "
+            "no drafts, leave one out"
+        )
     prompts = [_prompt(text) for text in prompt_ids]
     opened = read_bundle(bundle)
     _check_rows(opened, rows_per_request)
@@ -90,6 +105,7 @@ def run(
     stop_token = source.config.eos_token_id if stop_at_eos and source is not None else None
 
     def continued(runner: Executor) -> Generation:
+        runner = runner if sampling.greedy else SampledExecutor(runner, sampling)
         with progress("generate") as task:
             task.total(len(prompts) * max_new_tokens)
             return generate(
