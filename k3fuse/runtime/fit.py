@@ -12,7 +12,10 @@ from pathlib import Path
 from k3fuse.runtime.bundle import Bundle
 from k3fuse.runtime.machine import Gpu, Machine
 from k3fuse.runtime.selection import CONTROL_BYTES
-from k3fuse.target import TARGETS, Target, get_target
+from k3fuse.target import LEAST_SMS, TARGETS, Target, get_target
+
+SM_STEP = 8
+"""SMs by which CUDA gives out parts of a GPU, on Hopper and later."""
 
 _GPU_EXTRA = "cuda-python is not installed: pip install 'k3fuse[gpu]'"
 _COMPILE_EXTRA = "nvidia-cutlass-dsl is not installed: pip install 'k3fuse[compile]'"
@@ -124,7 +127,7 @@ def ways(machine: Machine, wants: Demand) -> list[Answer]:
         ),
         Answer(
             f"{wants.tp} virtual ranks on one GPU, for tests",
-            (*launching, *one, *_memory(largest, wants, wants.tp)),
+            (*launching, *one, *_shared(largest, wants), *_memory(largest, wants, wants.tp)),
         ),
         Answer(
             f"loopback: one rank of {wants.tp}, for times, with wrong tokens",
@@ -215,6 +218,19 @@ def _fitting(machine: Machine, wants: Demand) -> tuple[list[Gpu], tuple[str, ...
         elif not gpu.trouble:
             fitting.append(gpu)
     return fitting, tuple(reasons)
+
+
+def _shared(gpus: Sequence[Gpu], wants: Demand) -> Iterator[str]:
+    """What keeps all ranks from having SMs of their own on one of these GPUs."""
+    each = wants.target.sm_count
+    for gpu in gpus:
+        if gpu.sm_count < each * wants.tp:
+            most = gpu.sm_count // wants.tp // SM_STEP * SM_STEP
+            row = stands_for(gpu)
+            name = wants.target.arch if row is None else row.name
+            fix = f"compile with --target {name}:{most}" if most >= LEAST_SMS else "use fewer ranks"
+            have = f"GPU {gpu.index} has {gpu.sm_count}"
+            yield f"{wants.tp} ranks take {each} SMs each, {have}: {fix}"
 
 
 def _memory(gpus: Sequence[Gpu], wants: Demand, ranks: int) -> Iterator[str]:

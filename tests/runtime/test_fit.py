@@ -41,7 +41,7 @@ def machine(*gpus: Gpu) -> Machine:
 
 FOUR = machine(*(gpu(i) for i in range(4)))
 WANTS = Demand(
-    4, get_target("h200"), Need(weights=20 * GB, state=GB, arena=0, mailboxes=0, scratch=0)
+    4, get_target("h200:32"), Need(weights=20 * GB, state=GB, arena=0, mailboxes=0, scratch=0)
 )
 
 
@@ -91,6 +91,18 @@ def test_memory_is_counted_by_way() -> None:
     assert "84.00 GB are needed" in virtual.missing[0]
 
 
+def test_virtual_ranks_need_sms_of_their_own() -> None:
+    whole = replace(WANTS, target=get_target("h200"))
+    processes, virtual, loopback, _ = ways(FOUR, whole)
+    assert virtual.missing == (
+        "4 ranks take 132 SMs each, GPU 0 has 132: compile with --target h200:32",
+    )
+    assert processes.ok
+    assert loopback.ok
+    many = replace(whole, tp=16, need=Need(0, 0, 0, 0, 0))
+    assert "use fewer ranks" in ways(FOUR, many)[1].missing[0]
+
+
 def test_gpus_of_another_kind_are_named_with_the_target_to_compile_for() -> None:
     blackwell = replace(gpu(1, "NVIDIA GB300"), capability=(10, 3))
     processes, virtual, *_ = ways(machine(gpu(0), blackwell), replace(WANTS, tp=2))
@@ -104,7 +116,8 @@ def test_gpus_of_another_kind_are_named_with_the_target_to_compile_for() -> None
     old = replace(gpu(0, "NVIDIA A100"), capability=(8, 0))
     assert "no target has the architecture sm_80a" in abilities(machine(old))[3].missing[0]
     part = replace(gpu(0), sm_count=66)
-    assert "has 66 SMs, h200 has 132" in ways(machine(part), WANTS)[2].missing[0]
+    whole = replace(WANTS, target=get_target("h200"))
+    assert "has 66 SMs, h200 has 132" in ways(machine(part), whole)[2].missing[0]
     small = replace(gpu(0), smem_per_block=99 * 1024)
     assert "gives a CTA 101376 bytes" in ways(machine(small), WANTS)[2].missing[0]
 

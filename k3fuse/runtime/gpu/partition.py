@@ -32,9 +32,10 @@ def rank_streams(ranks: int, sms: int, device: torch.device) -> list[Streams]:
     index = check(driver.cuDeviceGet(device.index or 0))
     kind = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
     whole = check(driver.cuDeviceGetDevResource(index, kind))
+    most = whole.sm.smCount // ranks // 8 * 8  # by so many SMs CUDA gives out parts
     refused = (
         f"{ranks} virtual ranks need {sms} SMs each and this GPU has {whole.sm.smCount}: compile "
-        f"with --target {{GPU}}:{whole.sm.smCount // ranks // 8 * 8}, or run fewer ranks"
+        f"for {most} SMs (as in --target h200:{most}), or run fewer ranks"
     )
     try:
         status, parts, found, _ = driver.cuDevSmResourceSplitByCount(ranks, whole, 0, sms)
