@@ -3,7 +3,7 @@
     python benchmarks/kernel_trials.py build .ktrials            # anywhere with the compiler
     python benchmarks/kernel_trials.py run .ktrials --json FILE  # on the GPU
 
-The trials are in `k3fuse/alone/trials.py`. After them comes the parity of rows: every launch of
+The trials are in `k3fuse/alone/trials/`. After them comes the parity of rows: every launch of
 some models on a row alone and on that row among others. A trial that hangs or takes its process
 down ends with a reason, and the next goes on in a new process.
 """
