@@ -1,8 +1,4 @@
-"""Stages of Kimi delta attention: the delta rule, conv windows, journals, the gated head norm.
-
-Sums and products that could be contracted in two ways are written as the instruction that is meant:
-a row has the same bits in a step, a verify and a commit, whatever code stands around it.
-"""
+"""Kimi delta attention: the delta rule, whole heads of few requests, the gated norm of a head."""
 
 import cutlass
 import cutlass.cute as cute
@@ -10,53 +6,35 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from k3fuse.kernels.device import instructions as ins
 from k3fuse.kernels.device.context import unpack
-from k3fuse.kernels.device.pointwise import LOG2_E, sigmoid, silu
-from k3fuse.kernels.kda import LANES, PIECE
-from k3fuse.kernels.program import ITEMSIZE
+from k3fuse.kernels.device.kda_inputs import (
+    F,
+    Inputs,
+    K,
+    Q,
+    V,
+    dot,
+    fma,
+    make_fetch,
+    mul,
+    read_weight,
+)
+from k3fuse.kernels.device.kda_windows import replace_window
+from k3fuse.kernels.device.pointwise import LOG2_E, sigmoid
+from k3fuse.kernels.kda import LANES
 
 LN_2 = 0.6931471805599453
 L2_EPS = 1e-6
-LINE = 128  # bytes of the L2
-PAST = 3  # inputs that a conv window keeps
-Q, K, V, F = range(4)  # what a warp prepares
 
 
 def make(ctx, number):
     """By kind of stage."""
     kinds = {
-        "kda_fetch": make_fetch_states,
         "kda": make_rule,
         "kda_heads": make_heads,
         "commit": make_rule,
-        "kda_window": make_windows,
-        "kda_journal": make_journal,
         "head_norm": make_head_norm,
     }
     return kinds[ctx.config.stages[number].kind](ctx, number)
-
-
-def fma(a, b, c):
-    """a b + c, rounded once."""
-    return ins.asm(
-        "fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};",
-        write_only_types=[Float32],
-        read_only_args=[a, b, c],
-    )
-
-
-def mul(a, b):
-    """a b, never part of an fma."""
-    return ins.asm(
-        "mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
-    )
-
-
-def dot(a, b):
-    """Sum of products in order."""
-    total = mul(a[0], b[0])
-    for x, y in zip(a[1:], b[1:], strict=True):
-        total = fma(x, y, total)
-    return total
 
 
 def softplus(x):
@@ -65,162 +43,6 @@ def softplus(x):
     near = mul(cute.math.log2(Float32(1.0) + e, fastmath=True), Float32(LN_2))
     far = mul(e, fma(e, fma(e, Float32(1.0 / 3.0), Float32(-0.5)), Float32(1.0)))
     return cutlass.select_(e < Float32(1.0 / 64.0), far, near) + cute.arch.fmax(x, Float32(0.0))
-
-
-class Inputs:
-    """Where the operands of a kda_step, kda_verify or kda_commit are, and their rows."""
-
-    def __init__(self, ctx, step):
-        self.ctx = ctx
-        self.commit = step.op == "kda_commit"
-        given = step.operands
-        if self.commit:
-            self.rows_of, given = given[:3], given[3:]
-        else:
-            self.rows_of, given = given[:5], given[5:]
-        self.convs, self.a_log, self.dt_bias = given[:3], given[3], given[4]
-        self.conv_state, self.recurrent, self.slots = given[5:8]
-        self.accepted = given[8] if self.commit else None
-        self.journals = given[8:11] if step.op == "kda_verify" else ()
-        self.heads, self.head_dim = ctx.held(self.recurrent).shape[1:3]
-        self.channels = self.heads * self.head_dim
-        self.rows = (
-            ctx.held(self.rows_of[0]).shape[1]
-            if self.commit
-            else step.attribute("rows_per_request")
-        )
-
-    def row(self, kind, request, slot, row):
-        """Address of a row of q, k or v (kind a run-time number), or of f (kind F itself)."""
-        ctx, width = self.ctx, self.channels * 2
-        if self.commit:
-            at = Int64(slot) * self.rows + row
-            if isinstance(kind, int):
-                return ctx.address(self.rows_of[1]) + at * width
-            return ctx.address(self.rows_of[0]) + (at * 3 + kind) * width
-        at = Int64((request * self.rows + row) * width)
-        if isinstance(kind, int):
-            return ctx.address(self.rows_of[3]) + at
-        return chosen(kind, [ctx.address(v) for v in self.rows_of[:3]]) + at
-
-    def beta_input(self, request, slot, row, head):
-        """Address of an element of b."""
-        if self.commit:
-            at = (Int64(slot) * self.rows + row) * self.heads + head
-            return self.ctx.address(self.rows_of[2]) + at * 2
-        at = (request * self.rows + row) * self.heads + head
-        return self.ctx.address(self.rows_of[4]) + at * 2
-
-    def window(self, kind, slot, channel):
-        """Address of the past inputs of a channel."""
-        at = (Int64(slot) * 3 + kind) * self.channels + channel
-        return self.ctx.address(self.conv_state) + at * (2 * PAST)
-
-    def taps(self, kind, channel, width):
-        """The four weights of `width` neighbouring channels, one list a channel."""
-        dtype = self.ctx.held(self.convs[0]).dtype
-        size = 4 * ITEMSIZE[dtype]
-        at = chosen(kind, [self.ctx.address(v) for v in self.convs]) + Int64(channel * size)
-        found = []
-        for i in range(width):
-            words = ins.load_words(at + i * size, size, "global.L1::no_allocate")
-            found.append(unpack(words, dtype, 4))
-        return found
-
-    def weight(self, value, column, width):
-        """Elements of a vector of weights."""
-        return read_weight(self.ctx, value, column, width)
-
-    def convolve(self, kind, request, slot, row, channel, width):
-        """SiLU of the short convolution of `width` neighbouring channels at a row."""
-        taps = self.taps(kind, channel, width)
-        past = []
-        at = self.window(kind, slot, channel)
-        for i in range(PAST):
-            words = ins.load_words(at + i * 2 * width, 2 * width)
-            past += unpack(words, "bf16", width)
-        inputs = []
-        for j in range(PAST + 1):
-            # Taps before the request's first row are in the window; they load row 0 and drop it.
-            t = Int32(0) if self.rows == 1 else cutlass.max(row + (j - PAST), Int32(0))
-            if self.rows > 1 or j == PAST:
-                at = self.row(kind, request, slot, t) + Int64(channel * 2)
-                inputs.append(unpack(ins.load_words(at, 2 * width), "bf16", width))
-            else:
-                inputs.append(None)
-        out = []
-        for i in range(width):
-            old = past[i * PAST : i * PAST + PAST]
-            x = []
-            for j in range(PAST + 1):
-                value = old[j] if inputs[j] is None else inputs[j][i]
-                if inputs[j] is not None:
-                    for r in range(PAST - j):
-                        value = cutlass.select_(row == r, old[j + r], value)
-                x.append(value)
-            out.append(silu(dot(x, taps[i])))
-        return out
-
-
-def chosen(kind, addresses):
-    """One of three addresses."""
-    q, k, v = (Int64(a.toint()) for a in addresses)
-    return Int64(cutlass.select_(kind == Q, q, cutlass.select_(kind == K, k, v)))
-
-
-def read_weight(ctx, value, column, width):
-    """Elements of a vector of weights as float32."""
-    dtype = ctx.held(value).dtype
-    size = ITEMSIZE[dtype]
-    at = ctx.address(value) + column * size
-    return unpack(ins.load_words(at, width * size, "global.L1::no_allocate"), dtype, width)
-
-
-def make_fetch(ctx, values):
-    """Weights into the L2, a line a thread: they are cold, and asked for late."""
-
-    @cute.jit
-    def fetch():
-        first = ctx.cta * ctx.threads + ctx.thread
-        for value in values:
-            for line in cutlass.range(
-                first, -(-ctx.held(value).bytes // 128), ctx.ctas * ctx.threads, unroll=1
-            ):
-                ins.asm(
-                    "prefetch.global.L2 [{$r0}];",
-                    read_only_args=[ctx.address(value) + line * 128],
-                )
-
-    return fetch
-
-
-def make_fetch_states(ctx, number):
-    """S and the windows of live requests into the L2: pieces spread over the CTAs first."""
-    o = ctx.config.plans[number].options
-    inputs = Inputs(ctx, ctx.program.steps[ctx.config.stages[number].steps[0]])
-
-    @cute.jit
-    def fetch(value: cutlass.Constexpr, pieces: cutlass.Constexpr):
-        held = ctx.held(value)
-        size = held.width * ITEMSIZE[held.dtype]  # of a slot
-        slots = cute.recast_ptr(ctx.address(inputs.slots), dtype=Int32)
-        first = ctx.thread * ctx.ctas + ctx.cta
-        for unit in cutlass.range(first, o.requests * pieces, ctx.ctas * ctx.threads, unroll=1):
-            request = unit // pieces
-            slot = Int32(cute.arch.load(slots + request, Int32, cop="cg"))
-            if slot >= 0:
-                at = (unit - request * pieces) * PIECE
-                base = ctx.address(value) + Int64(slot) * size
-                for line in cutlass.range(at, cutlass.min(at + PIECE, Int32(size)), LINE, unroll=1):
-                    ins.asm("prefetch.global.L2 [{$r0}];", read_only_args=[base + line])
-
-    @cute.jit
-    def run():
-        fetch(inputs.conv_state, o.window_pieces)
-        if const_expr(o.state_pieces > 0):
-            fetch(inputs.recurrent, o.state_pieces)
-
-    return None, run
 
 
 class Rule:
@@ -618,112 +440,6 @@ def normed(x, weight, gate, dim, eps):
     mean = mul(square, Float32(1.0 / dim))
     factor = cute.math.rsqrt(mean + Float32(eps))
     return [a * factor * s * sigmoid(z) for a, s, z in zip(x, weight, gate, strict=True)]
-
-
-def replace_window(inputs, kind, request, slot, rows, channel):
-    """The last three inputs of four neighbouring channels after `rows` (at least 1) more rows."""
-    at = inputs.window(kind, slot, channel)
-    past = [word for i in range(PAST) for word in ins.load_words(at + i * 8, 8)]
-    newest = []
-    for h in range(PAST):
-        row = cutlass.max(rows + (h - PAST), Int32(0))
-        place = inputs.row(kind, request, slot, row) + Int64(channel * 2)
-        newest.append(ins.load_words(place, 8))
-    halves = []
-    for c in range(4):
-        old = [half_of(past, c * PAST + h) for h in range(PAST)]
-        new = [half_of(words, c) for words in newest]
-        oldest = cutlass.select_(rows == 2, old[2], old[1])
-        halves.append(Uint32(cutlass.select_(rows >= 3, new[0], oldest)))
-        halves.append(Uint32(cutlass.select_(rows >= 2, new[1], old[2])))
-        halves.append(new[2])
-    words = [halves[i] | (halves[i + 1] << Uint32(16)) for i in range(0, 4 * PAST, 2)]
-    for i in range(PAST):
-        ins.store_words(at + i * 8, words[2 * i : 2 * i + 2], 8)
-
-
-def half_of(words, index):
-    """A bfloat16 of packed words, as bits."""
-    word = words[index // 2]
-    return word >> Uint32(16) if index % 2 else word & Uint32(0xFFFF)
-
-
-def make_windows(ctx, number):
-    """The conv windows after a kda_step: the last three inputs of each channel of live requests.
-
-    The last CTAs come first: the head norm of the same level takes the first ones.
-    """
-    o = ctx.config.plans[number].options
-    step = ctx.program.steps[ctx.config.stages[number].steps[0]]
-    inputs = Inputs(ctx, step)
-    groups = o.heads * o.head_dim // 4
-
-    @cute.jit
-    def run():
-        slots = cute.recast_ptr(ctx.address(inputs.slots), dtype=Int32)
-        first = (ctx.ctas - 1 - ctx.cta) * ctx.threads + ctx.thread
-        for unit in cutlass.range(first, o.requests * 3 * groups, ctx.ctas * ctx.threads, unroll=1):
-            row = unit // groups
-            request = row // 3
-            slot = Int32(cute.arch.load(slots + request, Int32, cop="cg"))
-            if slot >= 0:
-                channel = (unit - row * groups) * 4
-                replace_window(inputs, row - request * 3, request, slot, Int32(o.rows), channel)
-
-    return None, run
-
-
-def make_journal(ctx, number):
-    """The rows of a kda_verify into the journals of live requests, from row 0; last CTAs first."""
-    o = ctx.config.plans[number].options
-    step = ctx.program.steps[ctx.config.stages[number].steps[0]]
-    inputs = Inputs(ctx, step)
-    qkv, f, b = inputs.journals
-    kept = ctx.held(qkv).shape[1]  # rows of a journal
-    channels = inputs.channels
-    vectors = channels // 8
-
-    def journal_row(slot, row):
-        return Int64(slot) * kept + row
-
-    @cute.jit
-    def copy_vector(slot: Int32, request: Int32, row: Int32, kind: Int32, column: Int32):
-        """Eight channels of q, k, v or f."""
-        there = journal_row(slot, row)
-        if kind == F:
-            source = inputs.row(F, request, slot, row) + Int64(column * 2)
-            words = ins.load_words(source, 16)
-            ins.store_words(ctx.address(f) + (there * channels + column) * 2, words, 16)
-        else:
-            source = inputs.row(kind, request, slot, row) + Int64(column * 2)
-            words = ins.load_words(source, 16)
-            target = ctx.address(qkv) + ((there * 3 + kind) * channels + column) * 2
-            ins.store_words(target, words, 16)
-
-    @cute.jit
-    def run():
-        slots = cute.recast_ptr(ctx.address(inputs.slots), dtype=Int32)
-        first = (ctx.ctas - 1 - ctx.cta) * ctx.threads + ctx.thread
-        stride = ctx.ctas * ctx.threads
-        for unit in cutlass.range(first, o.requests * o.rows * 4 * vectors, stride, unroll=1):
-            line = unit // vectors
-            row_of = line // 4
-            request = row_of // o.rows
-            slot = Int32(cute.arch.load(slots + request, Int32, cop="cg"))
-            if slot >= 0:
-                row = row_of - request * o.rows
-                copy_vector(slot, request, row, line - row_of * 4, (unit - line * vectors) * 8)
-        for unit in cutlass.range(first, o.requests * o.rows * o.heads, stride, unroll=1):
-            row_of = unit // o.heads
-            request = row_of // o.rows
-            slot = Int32(cute.arch.load(slots + request, Int32, cop="cg"))
-            if slot >= 0:
-                row, head = row_of - request * o.rows, unit - row_of * o.heads
-                words = ins.load_words(inputs.beta_input(request, slot, row, head), 2)
-                target = ctx.address(b) + (journal_row(slot, row) * o.heads + head) * 2
-                ins.store_words(target, words, 2)
-
-    return None, run
 
 
 def make_head_norm(ctx, number):
