@@ -5,7 +5,8 @@ rank in a long load is heard like any other. A line counts its own writings; a p
 stood still for `limit` seconds is lost. No clocks are compared, and time in which this process
 itself stood still hardly counts. A second thread never touches the store: it notices when the
 store blocks, and acts on a verdict, the one sentence that ends a group. Whoever finds one writes it
-into its line, and all others take it over: all ranks end with the same words.
+into its line, and all others take it over; of several the first in the store counts, so that all
+ranks end with the same words.
 """
 
 from __future__ import annotations
@@ -98,13 +99,14 @@ class Board:
         self._silence = [Silence(limit / 4) for _ in range(world)]
         self._changed, self._wake = threading.Condition(), threading.Event()
         self._waiting = 0
-        self._closed = self._cut = False
+        self._closed = self._cut = self._settled = False
         self._threads: list[threading.Thread] = []
 
     @property
     def verdict(self) -> str:
-        """Why the group cannot go on; empty while it can."""
-        return self._own.verdict
+        """Why the group cannot go on; empty while it can, and until it is settled which of several
+        sentences counts, on all ranks."""
+        return self._own.verdict if self._settled or self._cut else ""
 
     def start(self, store: Store, prefix: str, act: Callable[[str], None]) -> None:
         """Begin to write and read. `act` is called with the verdict, again and again until
@@ -143,9 +145,10 @@ class Board:
         return posts
 
     def fail(self, verdict: str) -> None:
-        """End the group with this sentence, unless it has one already."""
+        """End the group with this sentence, unless it has one already; back when it is settled."""
         with self._changed:
             self._change(verdict=self._own.verdict or verdict)
+        self._wait_for(lambda: self.verdict != "", self.limit)
 
     def leave(self) -> None:
         """Say that this rank ends, and wait until that is written. Who keeps the store waits until
@@ -203,7 +206,9 @@ class Board:
                 return
             while not self._closed:
                 self._round(store, keys)
-                hurry = self._waiting > 0 or self.verdict != ""
+                if self._own.verdict and not self._settled:
+                    self._settle(store, f"{prefix}/verdict")
+                hurry = self._waiting > 0 or self._own.verdict != ""
                 self._wake.wait(_QUICK if hurry else min(1.0, self.limit / 10))
                 self._wake.clear()
         except RuntimeError as error:  # what torch raises when a connection breaks
@@ -227,10 +232,16 @@ class Board:
             self.lines, self._written = lines, own
             for silence, line in zip(self._silence, lines, strict=True):
                 silence.look(line.beat)
-            verdict = self.verdict or self._judge()
-            if verdict != self.verdict:
+            if not self._own.verdict and (verdict := self._judge()):
                 self._change(verdict=verdict)
             self._changed.notify_all()
+
+    def _settle(self, store: Store, key: str) -> None:
+        """The first sentence that reaches the store is that of all ranks."""
+        found: str | bytes = store.compare_set(key, "", self._own.verdict)
+        with self._changed:
+            self._settled = True
+            self._change(verdict=found if isinstance(found, str) else found.decode())
 
     def _judge(self) -> str:
         found: list[str] = []

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -383,3 +384,23 @@ def test_a_name_that_the_store_knows_is_refused() -> None:
 
 def test_errors_of_peers_exit_with_1() -> None:
     assert PeerFailedError("rank 1 was lost").exit_code == 1
+
+
+def test_of_two_verdicts_one_is_everybodys() -> None:
+    """Each of two ranks finds a fault of its own in the same moment."""
+    store = HashStore()
+    boards = [board.Board(rank, 2, limit=LIMIT, keeper="rank 0") for rank in range(2)]
+    for one in boards:
+        one.start(store, "twins", lambda verdict: None)
+    fails = [
+        threading.Thread(target=one.fail, args=(f"rank {rank} says so",))
+        for rank, one in enumerate(boards)
+    ]
+    for thread in fails:
+        thread.start()
+    for thread in fails:
+        thread.join()
+    assert boards[0].verdict == boards[1].verdict
+    assert boards[0].verdict in ("rank 0 says so", "rank 1 says so")
+    for one in boards:
+        one.close()
