@@ -154,6 +154,8 @@ class Memory:
             return region.address
         value = int(name[1:])
         held = self.program.values[value]
+        if value in inputs and inputs[value].nbytes != held.bytes:
+            raise ValueError(f"{name} is {held.dtype} {held.shape}, not {inputs[value].shape}")
         if held.place == "mailbox":
             return self._own_ring(value, held, inputs[value])
         if held.place == "pushed":

@@ -38,7 +38,9 @@ def unlike(one: Program, many: Program) -> str | None:
 def parity(one: Kernel, many: Kernel, *, seed: int = 1) -> dict[str, Any]:
     """Every row of `many` against `one` on that row's inputs: all that is written, sent or kept.
 
-    max_diff: the largest difference, and largest: the largest number, of the values that differ.
+    `one` may have a few rows where there are no requests: the first is compared then, and the
+    others hold the rows that follow it. max_diff: the largest difference, and largest: the largest
+    number, of the values that differ.
     """
     rows = _rows(many)
     roles = _roles(many)
@@ -127,7 +129,7 @@ def _only(
             found[name] = torch.zeros(held.shape, dtype=tensor.dtype, device=tensor.device)
             found[name][: len(pages)] = tensor[pages]
         elif held.place == "mailbox" and tensor.dim() == 3:
-            found[name] = tensor[:, row : row + 1]
+            found[name] = tensor.roll(-row, 1)[:, : held.shape[1]]
         else:
-            found[name] = tensor[row : row + 1]
+            found[name] = tensor.roll(-row, 0)[: held.shape[0]]
     return found

@@ -137,6 +137,18 @@ def test_rows_alone_are_compared() -> None:
     assert "other ops" in str(unlike(one.program, example("rms_norm", "8,64")))
 
 
+def test_a_few_rows_are_compared_by_their_first() -> None:
+    two, many = (Case.of(example("linear", f"{n},16,64")) for n in (2, 5))
+    assert parity(emulated(two), emulated(many)) == {"equal": True, "max_diff": 0.0}
+
+
+def test_a_value_of_too_few_rows_is_refused() -> None:
+    kernel = emulated(Case.of(example("linear", "2,16,64")))
+    given = kernel.draw(0)
+    with pytest.raises(ValueError, match=r"v0 is bf16 \(2, 64\), not"):
+        kernel({**given, "v0": given["v0"][:1]})
+
+
 def _many_queries(rows: int, width: int) -> Program:
     s = Sketch()
     x = s.value("x", "bf16", rows, width)

@@ -29,7 +29,7 @@ from k3fuse.runtime.gpu.ranks import RankMode
 from k3fuse.runtime.gpu.staging import Staging
 from k3fuse.runtime.gpu.step import BoundStep
 from k3fuse.runtime.gpu.weights import load_weights
-from k3fuse.runtime.launcher import KernelFolder
+from k3fuse.runtime.launcher import DriverError, KernelFolder
 from k3fuse.runtime.weights import LoadShard
 from k3fuse.target import get_target
 from k3fuse.tensor_type import parse_type
@@ -268,7 +268,14 @@ class Engine:
         self.run(bucket, self._padding(self.layout.buckets[bucket]), eager=True)
         self.wait()
         for rank in self._ranks:
-            rank.graphs[bucket] = rank.steps[bucket].capture()
+            try:
+                rank.graphs[bucket] = rank.steps[bucket].capture()
+            except (RuntimeError, DriverError) as error:
+                reason = (str(error).splitlines() or ["no reason given"])[0]
+                raise InputError(
+                    f"{bucket}: its launches cannot be captured in a CUDA graph ({reason}): "
+                    "k3fuse doctor shows driver and torch, which may be too old"
+                ) from error
         self.mode.barrier()
 
     def _launch(self, bucket: Bucket) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -82,8 +83,11 @@ class BoundStep:
                     self.put(position)
                 if tail is not None:
                     tail()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # of a capture that is broken already
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         return graph
 
 
