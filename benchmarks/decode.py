@@ -193,13 +193,16 @@ class Held:
         return result._replace(tokens=tokens)
 
     def step(self, inputs: Any, rows: int, mode: Any) -> Any:
-        result = self._engine.step(inputs, rows, mode, eager=self._eager)
+        result = self._run(inputs, rows, mode)
         self._last = self._chosen(inputs, result.tokens, rows)
         if mode == "commit":
             for slot in inputs.slots.tolist():
                 if slot >= 0:
                     self._by_slot[slot][1] += 1
         return result._replace(tokens=self._last)
+
+    def _run(self, inputs: Any, rows: int, mode: Any) -> Any:
+        return self._engine.step(inputs, rows, mode, eager=self._eager)
 
     def _chosen(self, inputs: Any, natural: Tensor, rows: int) -> Tensor:
         """What the rows of a step are made to choose."""
@@ -238,19 +241,8 @@ class FromReference(Held):
 class OpByOp(Held):
     """As `Held`, with every step op by op in torch."""
 
-    def __init__(self, engine: Any, expected: Sequence[Sequence[int]]) -> None:
-        super().__init__(engine, expected, eager=False)
-        outer = engine
-
-        class Slow:
-            vocab_size, capacity = outer.vocab_size, outer.capacity
-            reset, prefill, commit = outer.reset, outer.prefill, outer.commit
-
-            @staticmethod
-            def step(inputs: Any, rows: int, mode: Any, *, eager: bool) -> Any:
-                return outer.prefill(inputs, rows)
-
-        self._engine = Slow
+    def _run(self, inputs: Any, rows: int, mode: Any) -> Any:
+        return self._engine.prefill(inputs, rows)
 
 
 def work(folder: Path, first: int) -> None:
@@ -272,13 +264,15 @@ def work(folder: Path, first: int) -> None:
 
 def check_case(folder: Path, case: Case) -> dict[str, Any]:
     from k3fuse.cli.device import open_engine
+    from k3fuse.cli.load import bundle_source
     from k3fuse.runtime.bundle import read_bundle
 
     checkpoint = folder.parent / f"{folder.name}-checkpoints" / case.weights
     make_checkpoint(case, checkpoint)
     bundle = read_bundle(folder / case.name / "bundle")
+    source = bundle_source(bundle, checkpoint)
     before = torch.cuda.mem_get_info()[0]
-    with open_engine(bundle, checkpoint) as engine:
+    with open_engine(bundle, source) as engine:
         taken = before - torch.cuda.mem_get_info()[0]
         return compare(folder, case, engine, taken)
 
@@ -330,7 +324,7 @@ def compare(folder: Path, case: Case, engine: Any, taken: int) -> dict[str, Any]
             int((rows.argmax(1).cpu() == held[f"logits.{i}"][:64].argmax(1)).sum())
             for i, rows in enumerate(near.logits)
         ) / (64 * len(near.logits))
-        slow = generate(OpByOp(engine, expected), prompts, 8, **arguments)
+        slow = generate(OpByOp(engine, expected, eager=False), prompts, 8, **arguments)
         found["op_by_op_error"] = max(
             float((a.cpu() - held[f"logits.{i}"][:8]).norm() / held[f"logits.{i}"][:8].norm())
             for i, a in enumerate(slow.logits)

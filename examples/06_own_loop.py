@@ -15,7 +15,7 @@ import torch
 
 from k3fuse.checkpoint.synth import synthesize
 from k3fuse.cli.device import open_engine
-from k3fuse.cli.load import builtin_source, open_source
+from k3fuse.cli.load import builtin_source, bundle_source, open_source
 from k3fuse.models.kimi import KimiModel
 from k3fuse.runtime.bundle import read_bundle
 from k3fuse.runtime.executor import Capacity, Executor
@@ -55,7 +55,8 @@ def serve(executor: Executor, arrivals: Sequence[tuple[list[int], int]]) -> Iter
 def main(arguments: Sequence[str] = ()) -> None:
     arrivals = [([1, 2, 3], 6), ([7, 5], 3), ([9], 4), ([4, 4, 4, 4], 5)]
     if arguments:
-        with open_engine(read_bundle(Path(arguments[0])), None) as engine:
+        bundle = read_bundle(Path(arguments[0]))
+        with open_engine(bundle, bundle_source(bundle, None)) as engine:
             for line in serve(engine, arrivals):
                 print(line)
         return

@@ -92,11 +92,7 @@ def trace_bucket(model: nn.Module, name: str, bucket: Bucket, options: CompileOp
             "protocol": options.protocol,
             "prefetch": options.prefetch,
             "context": options.context,
-            "dim.R": bucket.batch,
-            "dim.M": bucket.batch * rows,
-            "dim.slots": options.slots,
-            "dim.pages": options.pages,
-            "dim.table": options.max_pages,
+            **{f"dim.{name}": size for name, size in bucket.dims(options).items()},
         }
     )
     return graph

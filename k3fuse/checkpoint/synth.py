@@ -82,23 +82,35 @@ def draw_tensor(spec: TensorSpec, how: str, seed: int) -> torch.Tensor:
     """The synthetic values of one tensor; `how` is a rule as in `synthesize`."""
     digest = hashlib.blake2b(f"{seed}:{spec.name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    return draw_values(spec.shape, how, TORCH_DTYPES[spec.dtype], generator, spec.shape[-1:])
+
+
+def draw_values(
+    shape: tuple[int, ...],
+    how: str,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    fan_in: tuple[int, ...],
+) -> torch.Tensor:
+    """Values by a rule as in `synthesize`, on the generator's device. fan_in: the last dimension of
+    the whole tensor, of which this may be a part; empty for a scalar."""
     kind, *numbers = how.split()
+    draw = partial(torch.randn, shape, generator=generator, device=generator.device)
     match kind, numbers:
         case "bytes", [low, high]:
-            return torch.randint(
-                int(low), int(high) + 1, spec.shape, generator=generator, dtype=torch.uint8
-            )
+            values = torch.empty(shape, dtype=torch.uint8, device=generator.device)
+            return values.random_(int(low), int(high) + 1, generator=generator)
         case "normal", [std, *first]:
-            values = torch.randn(spec.shape, generator=generator) * float(std)
+            values = draw() * float(std)
             if first:
                 values.view(-1)[int(first[1]) :] = 0
         case "around_one", [std]:
-            values = 1 + torch.randn(spec.shape, generator=generator) * float(std)
+            values = 1 + draw() * float(std)
         case "fan_in", []:
-            values = torch.randn(spec.shape, generator=generator) / math.sqrt(spec.shape[-1])
+            values = draw() / math.sqrt(fan_in[0])
         case _:
-            raise ValueError(f"unknown rule {how!r} for tensor {spec.name}")
-    return values.to(TORCH_DTYPES[spec.dtype])
+            raise ValueError(f"unknown rule {how!r}")
+    return values.to(dtype)
 
 
 def _check_target(directory: Path, tensors: list[TensorSpec], shards: int) -> None:

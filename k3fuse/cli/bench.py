@@ -11,13 +11,12 @@ import typer
 from rich.table import Table
 from torch import Tensor
 
-from k3fuse.cli.device import open_engine
+from k3fuse.cli.device import engine_source, open_engine, require_gpu
 from k3fuse.cli.output import console, emit_json
-from k3fuse.errors import InputError, RefusedError
+from k3fuse.errors import InputError
 from k3fuse.runtime.bundle import Bucket, read_bundle
 from k3fuse.runtime.gpu.engine import Engine
-from k3fuse.runtime.gpu.ranks import Loopback
-from k3fuse.runtime.gpu.timing import bandwidths, time_step
+from k3fuse.runtime.gpu.timing import bandwidths, check_graph, step_inputs, time_step
 from k3fuse.runtime.gpu.trace import perfetto, trace_step
 from k3fuse.target import get_target
 
@@ -49,9 +48,9 @@ def bench(
     if replays < 1:
         raise InputError(f"--replays {replays}: time at least one step")
     opened = read_bundle(bundle)
-    with open_engine(
-        opened, checkpoint, loopback=loopback, random_weights=random_weights
-    ) as engine:
+    require_gpu()
+    source = engine_source(opened, checkpoint, random_weights)
+    with open_engine(opened, source, loopback=loopback, seed=random_weights or 0) as engine:
         facts, speaks = _measure(engine, replays, context, trace), engine.mode.speaks
     if not speaks:
         return
@@ -102,48 +101,6 @@ def _measure(engine: Engine, replays: int, context: int, trace: Path | None) -> 
         "planned_bytes": engine.layout.total * len(engine.mode.mine),
         "steps": rows,
     }
-
-
-def step_inputs(engine: Engine, bucket: Bucket, context: int) -> dict[str, Tensor]:
-    """Random tokens for a full batch of requests that have `context` tokens each.
-
-    A rank in loopback holds a part of the embedding table and nobody adds the rest: its tokens are
-    drawn from that part, or the rows of a step would be equal and choose the same experts.
-    """
-    capacity, requests = engine.capacity, bucket.batch
-    generator = torch.Generator().manual_seed(1)
-    if not 0 <= context <= capacity.table * capacity.page_size - bucket.rows_per_request:
-        raise InputError(
-            f"--context {context}: a request has {capacity.table * capacity.page_size} positions "
-            "(compile with a larger --max-context)"
-        )
-    first, last = 0, engine.vocab_size
-    if isinstance(engine.mode, Loopback):
-        share = engine.vocab_size // engine.mode.tp
-        first, last = engine.mode.rank * share, (engine.mode.rank + 1) * share
-    pages = torch.arange(requests * capacity.table, dtype=torch.int32)
-    return {
-        "tokens": torch.randint(
-            first, last, (requests * bucket.rows_per_request,), generator=generator
-        ),
-        "lengths": torch.full((requests,), context, dtype=torch.int32),
-        "block_table": pages.view(requests, capacity.table),
-        "slots": torch.arange(requests, dtype=torch.int32),
-    }
-
-
-def check_graph(engine: Engine, bucket: Bucket, inputs: dict[str, Tensor]) -> None:
-    """RefusedError unless the graph gives the bits of single launches, and finite logits."""
-    seen: list[Tensor] = []
-    for eager in (True, False):
-        engine.reset(range(engine.capacity.slots))
-        engine.run(bucket, inputs, eager=eager)
-        engine.wait()
-        seen.append(engine.outputs(bucket)["logits"].clone())
-    if not bool(torch.isfinite(seen[0]).all()):
-        raise RefusedError(f"{bucket}: logits are not finite: nothing is timed")
-    if not torch.equal(seen[0].view(torch.int32), seen[1].view(torch.int32)):
-        raise RefusedError(f"{bucket}: the graph gives other bits than its launches: not timed")
 
 
 def _row(

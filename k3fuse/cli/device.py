@@ -3,36 +3,39 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from k3fuse import __version__
-from k3fuse.cli.load import builtin_source, bundle_source
+from k3fuse.cli.load import Source, builtin_source, bundle_source
 from k3fuse.cli.output import progress
 from k3fuse.errors import InputError
 from k3fuse.runtime.agreement import Group
 from k3fuse.runtime.bundle import MANIFEST, Bundle
 from k3fuse.runtime.gpu.engine import Engine
-from k3fuse.runtime.gpu.ranks import Loopback, ProcessRanks, RankMode, VirtualRanks
+from k3fuse.runtime.gpu.ranks import Loopback, ProcessRanks, RankMode, VirtualRanks, distributed
 from k3fuse.runtime.gpu.weights import checkpoint_shards, random_shards
 from k3fuse.runtime.weights import LoadShard
 
 
+def engine_source(bundle: Bundle, checkpoint: Path | None, random_weights: int | None) -> Source:
+    """Where the weights come from: the bundle's checkpoint, or with a seed none."""
+    if random_weights is None:
+        return bundle_source(bundle, checkpoint)
+    if checkpoint is not None:
+        raise InputError("--random-weights and --checkpoint exclude each other: leave one out")
+    return builtin_source(bundle.manifest.model)
+
+
 @contextmanager
 def open_engine(
-    bundle: Bundle,
-    checkpoint: Path | None,
-    *,
-    loopback: bool = False,
-    random_weights: int | None = None,
+    bundle: Bundle, source: Source, *, loopback: bool = False, seed: int = 0
 ) -> Generator[Engine]:
-    """An engine with the weights of the bundle's checkpoint, or random ones of a seed.
+    """An engine with a checkpoint's weights, or with random ones of `seed` where there is none.
 
     Under torchrun this process is one rank of the bundle's group, and the block is a stage that all
     ranks leave together. Otherwise all ranks run on one GPU, or with `loopback` one rank alone.
@@ -47,13 +50,11 @@ def open_engine(
         else:
             mode = Loopback(tp) if loopback else VirtualRanks(tp)
         with group.stage("load"), progress("load") as task:
-            device = torch.device("cuda", torch.cuda.current_device())
-            load = _shards(bundle, checkpoint, random_weights, device)
-            engine = Engine.load(bundle, load, mode, progress=task.show)
+            engine = Engine.load(bundle, _shards(source, tp, seed), mode, progress=task.show)
         with group.stage("run"), group.watch():
             yield engine
         if group.world > 1:
-            _distributed().destroy_process_group()
+            distributed().destroy_process_group()
 
 
 def _group(tp: int, *, alone: bool) -> Group:
@@ -85,8 +86,7 @@ def _identity(bundle: Bundle) -> dict[str, str]:
 def _process(group: Group) -> ProcessRanks:
     """Take the GPU of this process and join torch's own group."""
     torch.cuda.set_device(_local_rank())
-    distributed = _distributed()
-    distributed.init_process_group("nccl", device_id=torch.device("cuda", _local_rank()))
+    distributed().init_process_group("nccl", device_id=torch.device("cuda", _local_rank()))
     return ProcessRanks(group.world, group.rank)
 
 
@@ -100,20 +100,8 @@ def _local_rank() -> int:
     return rank
 
 
-def _distributed() -> Any:
-    """torch.distributed, whose functions have no types."""
-    return importlib.import_module("torch.distributed")
-
-
-def _shards(
-    bundle: Bundle, checkpoint: Path | None, random_weights: int | None, device: torch.device
-) -> LoadShard:
-    tp = bundle.manifest.tp
-    if random_weights is not None:
-        if checkpoint is not None:
-            raise InputError("--random-weights and --checkpoint exclude each other: leave one out")
-        drawn = builtin_source(bundle.manifest.model)
-        init = drawn.family.init(drawn.config)
-        return random_shards(drawn.specs, init, tp, device, random_weights)
-    source = bundle_source(bundle, checkpoint)
-    return checkpoint_shards(source.required_checkpoint(), source.specs, tp, device)
+def _shards(source: Source, tp: int, seed: int) -> LoadShard:
+    device = torch.device("cuda", torch.cuda.current_device())
+    if source.checkpoint is not None:
+        return checkpoint_shards(source.checkpoint, source.specs, tp, device)
+    return random_shards(source.specs, source.family.init(source.config), tp, device, seed)

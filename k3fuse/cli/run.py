@@ -9,8 +9,8 @@ import torch
 import typer
 
 from k3fuse.checkpoint.safetensors_header import write_safetensors
-from k3fuse.cli.device import open_engine
-from k3fuse.cli.load import Source, bundle_source, parse_ints, use_one_thread
+from k3fuse.cli.device import engine_source, open_engine, require_gpu
+from k3fuse.cli.load import Source, parse_ints, use_one_thread
 from k3fuse.cli.output import console, emit_json, progress
 from k3fuse.errors import InputError
 from k3fuse.models.kimi import KimiModel
@@ -101,8 +101,10 @@ def run(
     prompts = [_prompt(text) for text in prompt_ids]
     opened = read_bundle(bundle)
     _check_rows(opened, rows_per_request)
-    source = None if random_weights is not None else bundle_source(opened, checkpoint)
-    stop_token = source.config.eos_token_id if stop_at_eos and source is not None else None
+    if device == "cuda":
+        require_gpu()
+    source = engine_source(opened, checkpoint, random_weights)
+    stop_token = source.config.eos_token_id if stop_at_eos else None
 
     def continued(runner: Executor) -> Generation:
         runner = runner if sampling.greedy else SampledExecutor(runner, sampling)
@@ -119,14 +121,12 @@ def run(
             )
 
     if device == "cuda":
-        with open_engine(
-            opened, checkpoint, loopback=loopback, random_weights=random_weights
-        ) as engine:
+        seed_of_weights = random_weights or 0
+        with open_engine(opened, source, loopback=loopback, seed=seed_of_weights) as engine:
             generation, where, speaks = continued(engine), engine.mode.label, engine.mode.speaks
         if not speaks:
             return
     else:
-        assert source is not None
         generation = continued(_cpu_executor(opened, source, executor, DTYPES[dtype]))
         where = f"{opened.manifest.tp} simulated ranks" if executor == "reference" else "stock"
     if logits is not None:

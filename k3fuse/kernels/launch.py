@@ -184,9 +184,8 @@ def _configure(
         cluster = rowwise.cluster_of(program, stages[0], most)
         threads = rowwise.threads_of(program, stages[0], cluster)
         ctas = cluster * min(most // cluster, plans[0].items)
-    elif stages[0].kind == "kda_heads":
-        cluster, ctas = plans[0].cluster, plans[0].items
-    elif askers and not levels:  # beside launches of the side streams no pairs of SMs may be free
+    elif not levels and (askers or len(stages) == 1):
+        # Beside launches of the side streams no pairs of SMs may be free.
         cluster = max(plan.cluster for plan in plans)
         ctas = _aligned(ctas, cluster)
     made = _made_in(program, stages)

@@ -68,6 +68,16 @@ class Bucket:
         """Stem of the bucket's files."""
         return f"{self.kind}_b{self.batch}_q{self.rows_per_request}"
 
+    def dims(self, options: CompileOptions) -> dict[str, int]:
+        """Sizes of the symbolic dimensions in the bucket's graph and plan."""
+        return {
+            "R": self.batch,
+            "M": self.batch * self.rows_per_request,
+            "slots": options.slots,
+            "pages": options.pages,
+            "table": options.max_pages,
+        }
+
     def __str__(self) -> str:
         return self.name
 

@@ -32,7 +32,6 @@ from k3fuse.runtime.gpu.weights import load_weights
 from k3fuse.runtime.launcher import DriverError, KernelFolder
 from k3fuse.runtime.weights import LoadShard
 from k3fuse.target import get_target
-from k3fuse.tensor_type import parse_type
 
 WAIT_SECONDS = 30.0
 """How long a step may take before it counts as hung."""
@@ -130,12 +129,10 @@ class Engine:
     @property
     def vocab_size(self) -> int:
         for found in self.layout.buckets.values():
-            types = {o.value: o.type for launch in found.plan.launches for o in launch.operands}
-            for name, value in found.plan.outputs:
-                if name == "logits":
-                    size = parse_type(types[value]).shape[-1]
-                    assert isinstance(size, int)
-                    return size
+            if "logits" in found.output_types:
+                size = found.output_types["logits"].shape[-1]
+                assert isinstance(size, int)
+                return size
         raise InputError(f"{self.bundle.directory} has no step that gives logits")
 
     @property
@@ -171,16 +168,9 @@ class Engine:
     def reset(self, slots: Sequence[int]) -> None:
         """As `Executor.reset`."""
         index = torch.tensor(list(slots), dtype=torch.int64, device=self.device)
-        kept = {
-            state.name
-            for found in self.layout.buckets.values()
-            for state in found.plan.states
-            if parse_type(state.type).shape[0] != "slots"
-        }
         for rank in self._ranks:
-            for name, state in rank.memory.states.items():
-                if name not in kept:
-                    state.index_fill_(0, index, 0)
+            for name in self.layout.slotted:
+                rank.memory.states[name].index_fill_(0, index, 0)
 
     def run(self, bucket: Bucket, tensors: Mapping[str, Tensor], *, eager: bool = False) -> None:
         """Put one step of a bucket on the GPU and return at once. tensors: the step inputs by the
@@ -225,14 +215,11 @@ class Engine:
 
     def result(self, bucket: Bucket) -> StepResult:
         """The outputs of the last step of a bucket, whole; valid until the next step."""
-        found = self.layout.buckets[bucket]
-        types = {o.value: parse_type(o.type) for x in found.plan.launches for o in x.operands}
         outputs: dict[str, Tensor] = {}
-        for name, value in found.plan.outputs:
+        for name, type_ in self.layout.buckets[bucket].output_types.items():
             held = [rank.memory.buckets[bucket].outputs[name] for rank in self._ranks]
-            placement = types[value].placement
-            if placement.is_shard and self.mode.tp > 1:
-                outputs[name] = torch.cat(self.mode.gather(held), placement.dim)
+            if type_.placement.is_shard and self.mode.tp > 1:
+                outputs[name] = torch.cat(self.mode.gather(held), type_.placement.dim)
             else:
                 outputs[name] = held[0]
         return StepResult(outputs["logits"], outputs["tokens"], outputs["hidden"])

@@ -8,13 +8,13 @@ proof of that bucket has it, whichever bucket ran in between.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from k3fuse.errors import InputError
 from k3fuse.options import CompileOptions
 from k3fuse.runtime.bundle import Bucket, Bundle
-from k3fuse.runtime.plan import Mailbox, Operand, Plan
+from k3fuse.runtime.plan import Mailbox, Plan
 from k3fuse.runtime.selection import CONTROL_BYTES, STEP_BYTES, Selection
 from k3fuse.tensor_type import DType, TensorType, parse_type
 
@@ -52,27 +52,30 @@ class RingPlace:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """What is one bucket's own. outputs: places in the arena by name; inputs: places in
-    `input_bytes` bytes by the name that the plan gives them, and "step", the step counter."""
+    """What is one bucket's own. inputs: places in `input_bytes` bytes by the name that the plan
+    gives them, and "step", the step counter. outputs: places in the arena, output_types: global
+    types, by name."""
 
     bucket: Bucket
     plan: Plan
     selection: Selection
-    dims: Mapping[str, int]
     rings: Mapping[str, RingPlace]
     inputs: Mapping[str, Place]
     input_bytes: int
     outputs: Mapping[str, Place]
+    output_types: Mapping[str, TensorType]
 
 
 @dataclass(frozen=True)
 class MemoryLayout:
-    """Memory of one rank. Weights and states by the names that launches use."""
+    """Memory of one rank. Weights and states by the names that launches use; slotted: states that
+    have a part for each slot."""
 
     tp: int
     weights: Mapping[str, Place]
     weight_bytes: int
     states: Mapping[str, Place]
+    slotted: tuple[str, ...]
     state_bytes: int
     arena_bytes: int
     ring_bytes: int
@@ -145,34 +148,37 @@ def make_layout(
         arena = max(arena, plan.memory.arena)
         for stream, size in selection.memory.scratch:
             scratch[stream] = max(scratch.get(stream, 0), size)
-        dims = dims_of(bucket, options)
+        dims = bucket.dims(options)
         rings: dict[str, RingPlace] = {}
         for box in plan.mailboxes:
             rings[box.name] = _ring(box, ring_end, dims, tp)
             ring_end = _aligned(ring_end + rings[box.name].bytes)
         inputs, input_bytes = _inputs(plan, dims, tp)
-        outputs = _outputs(plan, dims, tp)
+        types = {o.value: o.type for launch in plan.launches for o in launch.operands}
+        output_types = {name: parse_type(types[value]) for name, value in plan.outputs}
+        buffers = {buffer.value: buffer.offset for buffer in plan.arena}
+        outputs = {
+            name: local_place(output_types[name], buffers[value], dims, tp)
+            for name, value in plan.outputs
+        }
         found[bucket] = BucketLayout(
-            bucket, plan, selection, dims, rings, inputs, input_bytes, outputs
+            bucket, plan, selection, rings, inputs, input_bytes, outputs, output_types
         )
-    dims = dims_of(parts[0][0], options)
+    dims = parts[0][0].dims(options)
     placed_weights, weight_bytes = _pack(weights, dims, tp)
     placed_states, state_bytes = _pack(states, dims, tp)
     return MemoryLayout(
-        *(tp, placed_weights, weight_bytes, placed_states, state_bytes, arena, ring_end, scratch),
-        found,
+        tp=tp,
+        weights=placed_weights,
+        weight_bytes=weight_bytes,
+        states=placed_states,
+        slotted=tuple(name for name, type_ in states.items() if type_.shape[0] == "slots"),
+        state_bytes=state_bytes,
+        arena_bytes=arena,
+        ring_bytes=ring_end,
+        scratch=scratch,
+        buckets=found,
     )
-
-
-def dims_of(bucket: Bucket, options: CompileOptions) -> dict[str, int]:
-    """Sizes of the symbolic dimensions in a bucket."""
-    return {
-        "R": bucket.batch,
-        "M": bucket.batch * bucket.rows_per_request,
-        "slots": options.slots,
-        "pages": options.pages,
-        "table": options.max_pages,
-    }
 
 
 def local_place(type_: TensorType, offset: int, dims: Mapping[str, int], tp: int) -> Place:
@@ -213,20 +219,6 @@ def _inputs(plan: Plan, dims: Mapping[str, int], tp: int) -> tuple[dict[str, Pla
                 places[operand.storage] = place
                 end = _aligned(end + place.bytes)
     return places, end
-
-
-def _outputs(plan: Plan, dims: Mapping[str, int], tp: int) -> dict[str, Place]:
-    buffers = {buffer.value: buffer for buffer in plan.arena}
-    types = {o.value: parse_type(o.type) for o in _operands(plan)}
-    return {
-        name: local_place(types[value], buffers[value].offset, dims, tp)
-        for name, value in plan.outputs
-    }
-
-
-def _operands(plan: Plan) -> Iterator[Operand]:
-    for launch in plan.launches:
-        yield from launch.operands
 
 
 def _aligned(size: int) -> int:

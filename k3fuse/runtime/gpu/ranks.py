@@ -151,7 +151,7 @@ class ProcessRanks:
         return (self.rank,)
 
     def allocate_rings(self, size: int, device: torch.device) -> list[Tensor]:
-        symmetric, group = _symmetric_memory(), _collectives().group.WORLD
+        symmetric, group = _symmetric_memory(), distributed().group.WORLD
         ring: Tensor = symmetric.empty(size, dtype=torch.uint8, device=device)
         handle = symmetric.rendezvous(ring, group)
         self._rings, self._bases = [ring], [int(base) for base in handle.buffer_ptrs]
@@ -163,12 +163,12 @@ class ProcessRanks:
     def gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         own = tensors[0].contiguous()
         parts = [torch.empty_like(own) for _ in range(self.tp)]
-        _collectives().all_gather(parts, own)
+        distributed().all_gather(parts, own)
         return parts
 
     def barrier(self) -> None:
         _synchronize(self._rings)
-        _collectives().barrier()
+        distributed().barrier()
 
 
 def _synchronize(rings: Sequence[Tensor]) -> None:
@@ -177,7 +177,7 @@ def _synchronize(rings: Sequence[Tensor]) -> None:
             torch.cuda.synchronize(ring.device)
 
 
-def _collectives() -> Any:
+def distributed() -> Any:
     """torch.distributed, whose functions have no types."""
     return importlib.import_module("torch.distributed")
 

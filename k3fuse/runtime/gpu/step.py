@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -72,8 +71,8 @@ class BoundStep:
             event = self._events[item.name] = torch.cuda.Event()
             event.record(stream)
 
-    def capture(self, tail: Callable[[], None] | None = None) -> torch.cuda.CUDAGraph:
-        """One CUDA graph of the whole step; `tail` may add work on the main stream at the end."""
+    def capture(self) -> torch.cuda.CUDAGraph:
+        """One CUDA graph of the whole step."""
         graph, main = torch.cuda.CUDAGraph(), self.streams["main"]
         with torch.cuda.stream(main):
             graph.capture_begin(capture_error_mode="thread_local")
@@ -81,8 +80,6 @@ class BoundStep:
                 self.begin()
                 for position in range(len(self.launches)):
                     self.put(position)
-                if tail is not None:
-                    tail()
             except BaseException:
                 with contextlib.suppress(RuntimeError):  # of a capture that is broken already
                     graph.capture_end()

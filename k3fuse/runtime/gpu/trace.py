@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from k3fuse.errors import K3FuseError
+from k3fuse.errors import InputError, K3FuseError
 from k3fuse.runtime.bundle import Bucket
 from k3fuse.runtime.gpu.engine import Engine
 
@@ -30,8 +30,13 @@ class LaunchTime:
 def trace_step(engine: Engine, bucket: Bucket, inputs: Mapping[str, Tensor]) -> list[LaunchTime]:
     """Times of every launch in the second of two replays, by start. One rank a process.
 
-    Raises K3FuseError where the profiler sees no kernels.
+    Raises InputError for several ranks on one GPU, whose kernels have the same names, and
+    K3FuseError where the profiler sees no kernels.
     """
+    if len(engine.mode.mine) > 1:
+        raise InputError(
+            f"launches are not told apart by rank ({engine.mode.label}): trace one rank"
+        )
     engine.run(bucket, inputs)
     engine.wait()
     profiler = importlib.import_module("torch.profiler")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from k3fuse.checkpoint.files import Checkpoint
 from k3fuse.checkpoint.reader import load_parameter
 from k3fuse.checkpoint.safetensors_header import TORCH_DTYPES
+from k3fuse.checkpoint.synth import draw_values
 from k3fuse.errors import InputError
 from k3fuse.ir import Graph
 from k3fuse.parameter import ParameterSpec
@@ -76,34 +76,16 @@ def random_shards(
 
     def load(path: str, type_: TensorType, rank: int) -> Tensor:
         shape = type_.local_shape(tp)
-        assert all(isinstance(size, int) for size in shape)
         who = rank if type_.placement.is_shard else 0
         digest = hashlib.blake2b(f"{seed}:{path}:{who}".encode(), digest_size=7).digest()
         generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "little"))
-        dtype = TORCH_DTYPES[by_path[path].dtype]
-        fan_in = type_.shape[-1]
-        assert isinstance(fan_in, int)
-        return _draw(tuple(map(int, shape)), init(path), fan_in, dtype, generator)
+        dtype, fan_in = TORCH_DTYPES[by_path[path].dtype], type_.shape[-1:]
+        return draw_values(_sizes(shape), init(path), dtype, generator, _sizes(fan_in))
 
     return load
 
 
-def _draw(
-    shape: tuple[int, ...], how: str, fan_in: int, dtype: torch.dtype, generator: torch.Generator
-) -> Tensor:
-    kind, *numbers = how.split()
-    out = torch.empty(shape, dtype=dtype, device=generator.device)
-    match kind, numbers:
-        case "bytes", [low, high]:
-            return out.random_(int(low), int(high) + 1, generator=generator)
-        case "normal", [std, *first]:
-            out.normal_(0.0, float(std), generator=generator)
-            if first:
-                out.view(-1)[int(first[1]) :] = 0
-        case "around_one", [std]:
-            out.normal_(1.0, float(std), generator=generator)
-        case "fan_in", []:
-            out.normal_(0.0, 1 / math.sqrt(fan_in), generator=generator)
-        case _:
-            raise ValueError(f"unknown rule {how!r}")
-    return out
+def _sizes(shape: Sequence[int | str]) -> tuple[int, ...]:
+    """The shape of a parameter, which has no symbols."""
+    assert all(isinstance(size, int) for size in shape)
+    return tuple(map(int, shape))

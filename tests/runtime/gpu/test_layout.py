@@ -64,6 +64,23 @@ def test_every_argument_lies_in_the_memory_of_its_rank(tp: int) -> None:
                         assert values[argument.parameter] > 0
 
 
+def test_outputs_lie_in_the_arena_and_have_their_global_types() -> None:
+    layout = made().layout
+    for bucket in layout.buckets.values():
+        rows = bucket.plan.rows
+        assert set(bucket.outputs) == set(bucket.output_types) == {"logits", "tokens", "hidden"}
+        assert bucket.outputs["logits"].shape == (rows, 256)  # half of the vocabulary
+        assert str(bucket.output_types["logits"]) == "f32[M,512]@S(1)"
+        for place in bucket.outputs.values():
+            assert place.offset + place.bytes <= layout.arena_bytes
+
+
+def test_states_of_slots_are_known_from_those_of_pages() -> None:
+    layout = made().layout
+    assert {name.rpartition(".")[2] for name in layout.slotted} == {"conv", "recurrent"}
+    assert set(layout.states) - set(layout.slotted) == {"state.3.cache", "state.7.cache"}
+
+
 def test_mailboxes_start_empty() -> None:
     layout = made().layout
     memory = allocate(layout, VirtualRanks(2), CPU)[0]
